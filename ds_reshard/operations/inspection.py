@@ -9,9 +9,9 @@ from ds_reshard.containers.plain import plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.content import SAMPLES, STEPS
-from ds_reshard.model.facts import GroupFacts, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
+from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
@@ -24,6 +24,9 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         return found.format.describe(listing, bytes_read)
     state, faults = _opened(found)
     groups = state.facts.groups if state is not None and state.facts is not None else ()
+    scalars = state.facts.scalars if state is not None and state.facts is not None else {}
+    placements = state.layout.placements if state is not None else {}
+    tensors = [(key.kind, place.dtype) for key, place in placements.items() if key.kind != "weight"]
     files = listing.files if isinstance(listing, SavedListing) else {}
     return Inspection(
         format=listing.format if isinstance(listing, SavedListing) else found.format.name,
@@ -35,9 +38,9 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         wrapper=None,
         dp=state.ranks if state is not None else None,
         optimizer=None,
-        states=tuple(_states(state)) if state is not None else (),
+        states=states_of(tensors, scalars.values()),
         groups=tuple(_groups(groups, _shapes(state))) if state is not None else (),
-        steps=_steps(state),
+        steps=_steps(state, scalars),
         arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
@@ -67,18 +70,6 @@ def _shapes(state: Checkpoint) -> dict[str, tuple[int, ...]]:
     return {key.name: place.shape for key, place in state.layout.placements.items() if key.kind == "weight"}
 
 
-def _states(state: Checkpoint) -> Iterator[StateEntry]:
-    found: dict[tuple[str, bool], set[str]] = {}
-    for key, placement in state.layout.placements.items():
-        if key.kind != "weight":
-            found.setdefault((key.kind, False), set()).add(placement.dtype.label)
-    for scalars in state.facts.scalars.values() if state.facts is not None else ():
-        for kind, value in scalars.items():
-            label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-            found.setdefault((kind, True), set()).add(label)
-    for (kind, scalar), labels in found.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
-
 
 def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[GroupEntry]:
     for number, group in enumerate(groups):
@@ -91,8 +82,7 @@ def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]
         )
 
 
-def _steps(state: Checkpoint | None) -> Steps:
-    scalars = state.facts.scalars if state is not None and state.facts is not None else {}
+def _steps(state: Checkpoint | None, scalars: Mapping[str, Mapping[str, Scalar]]) -> Steps:
     said = dict.fromkeys(plain(kinds["step"], {}) for kinds in scalars.values() if "step" in kinds)
     numbers = (int(step) if isinstance(step, float) and step.is_integer() else step for step in said)
     steps, samples = (state.objects.get((name,)) if state is not None else None for name in (STEPS, SAMPLES))

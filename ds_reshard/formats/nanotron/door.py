@@ -19,10 +19,9 @@ from ds_reshard.formats.nanotron.names import LATEST, NanotronListing, is_nanotr
 from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
-from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
+from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.model.target import Asked, Target
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
@@ -47,6 +46,8 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
     opening = survey(listing)
     metadata, topology = opening.metadata, listing.topology
     config = metadata.config if metadata is not None else {}
+    tensors = [pair for stage in opening.stages for kinds in stage.states.values() for pair in kinds.items()]
+    scalars = [values for stage in opening.stages for values in stage.scalars.values()]
     kind = metadata.optimizer.get("type") if metadata is not None and metadata.optimizer is not None else None
     return Inspection(
         format="nanotron",
@@ -60,7 +61,7 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
         tp=metadata.tp if metadata is not None else None,
         pp=topology.pp if topology is not None else None,
         optimizer=config.get("optimizer.optimizer_factory.name"),
-        states=tuple(_states(opening)),
+        states=states_of(((kind, tensor.dtype) for kind, tensor in tensors), scalars),
         groups=tuple(_groups(opening)),
         steps=_steps(opening),
         arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
@@ -74,19 +75,6 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
 def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(dict.fromkeys(faults), key=lambda fault: (fault.where, fault.what, fault.found)))
 
-
-def _states(opening: Opening) -> Iterator[StateEntry]:
-    found: dict[tuple[str, bool], set[str]] = {}
-    for stage in opening.stages:
-        for kinds in stage.states.values():
-            for kind, tensor in kinds.items():
-                found.setdefault((kind, False), set()).add(tensor.dtype.label)
-        for scalars in stage.scalars.values():
-            for kind, value in scalars.items():
-                label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-                found.setdefault((kind, True), set()).add(label)
-    for (kind, scalar), labels in found.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
 
 
 def _groups(opening: Opening) -> Iterator[GroupEntry]:
