@@ -171,8 +171,7 @@ def list_directory(
                 continue
         return {name: tuple(sorted(spans)) for name, spans in found.items()}
 
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format=format, writer=writer, folder=folder, tag=tag, files=files, archives=archives)
+    return SavedListing(format=format, writer=writer, folder=folder, files=files, archives=archives)
 
 
 def _others(folder: str, parts: Sequence[str]) -> list[str]:

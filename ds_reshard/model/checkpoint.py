@@ -6,6 +6,7 @@ weights are the masters of its optimizer.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -234,7 +235,8 @@ class Format:
 _RUNNING = ("running_mean", "running_var")
 
 
-class SavedState(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedState(ABC):
     """What a format tells when it is opened, and the source of its shards.
 
     `beside` are the tensors that are neither the model's nor the optimizer's, by their names in the layout, with the
@@ -243,21 +245,17 @@ class SavedState(Protocol):
     Weights of an optimizer's parameters are its masters.
     """
 
-    @property
-    def folder(self) -> str: ...
-    @property
-    def layout(self) -> Layout: ...
-    @property
-    def facts(self) -> OptimizerFacts | None: ...
-    @property
-    def objects(self) -> Mapping[tuple[object, ...], object]: ...
-    @property
-    def beside(self) -> Mapping[str, tuple[object, ...]]: ...
-    @property
-    def ranks(self) -> int | None: ...
-    @property
-    def notes(self) -> Sequence[str]: ...
-    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]: ...
+    folder: str
+    layout: Layout
+    facts: OptimizerFacts | None
+    objects: Mapping[Path, object] = field(default_factory=dict)
+    beside: Mapping[str, Path] = field(default_factory=dict)
+    ranks: int | None = None
+    notes: tuple[str, ...] = ()
+
+    @abstractmethod
+    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
+        """The tensors of one shard, by the names of their buffers in the layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,9 +276,12 @@ class SavedListing:
     format: str
     writer: str
     folder: str
-    tag: str
     files: Mapping[str, SavedFile]
     archives: Callable[[], Mapping[str, tuple[tuple[int, int], ...]]] = dict
+
+    @property
+    def tag(self) -> str:
+        return os.path.basename(os.path.abspath(self.folder))
 
     @property
     def nbytes(self) -> Mapping[str, int]:

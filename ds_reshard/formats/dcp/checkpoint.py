@@ -21,9 +21,8 @@ from ds_reshard.containers.dcp_directory import (
 )
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
-from ds_reshard.model.checkpoint import SavedListing
+from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
-from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ElementType
@@ -35,18 +34,11 @@ _OF_MEGATRON = {"args", "checkpoint_version", "iteration"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DcpCheckpoint:
+class DcpCheckpoint(SavedState):
     """What the directory tells; a family of shards is one key, and a shard one of its chunks."""
 
-    folder: str
     directory: Directory
-    layout: Layout
-    facts: OptimizerFacts | None
-    objects: Mapping[Path, object]
-    beside: Mapping[str, Path]
     chunks: Mapping[str, Sequence[Chunk]]
-    ranks: int | None = None
-    notes: tuple[str, ...] = ()
     archives: AlikeArchives = field(default_factory=AlikeArchives)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:

@@ -30,7 +30,7 @@ from ds_reshard.formats.fsdp.flat_parameters import (
     read_order,
     refuse,
 )
-from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
@@ -57,8 +57,7 @@ def list_fsdp(folder: str) -> SavedListing:
     for name, nbytes in folders.files(folder).items():
         match = _NAME.fullmatch(name)
         files[name] = SavedFile(nbytes=nbytes, role=roles.get(match[1], "other") if match is not None else "other")
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, tag=tag, files=files)
+    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, files=files)
 
 
 def is_ranks_file(name: str) -> bool:
@@ -166,23 +165,17 @@ def _state(record: object) -> Mapping[object, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FsdpCheckpoint:
+class FsdpCheckpoint(SavedState):
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
 
     `flat` are the states of flat parameters, where the order of these is there, and `plain` those of rank 0's file that
     are plain numbers.
     """
 
-    folder: str
     ranks: int
-    layout: Layout
-    facts: OptimizerFacts | None
     first: Mapping[str, Mapping[TensorKey, TensorShard]]
-    notes: tuple[str, ...]
     flat: FlatStates | None = None
     plain: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
-    objects: Mapping[tuple[object, ...], object] = field(default_factory=dict)
-    beside: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     @property
     def unnamed(self) -> bool:

@@ -41,9 +41,8 @@ from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, fa
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
 from ds_reshard.formats.megatron.shifts import Shifts, find_shifts
 from ds_reshard.formats.megatron.target import Shown
-from ds_reshard.model.checkpoint import SavedListing
-from ds_reshard.model.content import MASTER, WEIGHT, Path
-from ds_reshard.model.facts import OptimizerFacts
+from ds_reshard.model.checkpoint import SavedListing, SavedState
+from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, Tile, check_cover, tiled
 from ds_reshard.model.records import ElementType
@@ -62,18 +61,14 @@ _RESAVE = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchDist:
+class TorchDist(SavedState):
     """What the files tell; a shard is a chunk of a key of the directory, a family of them those of one key, or several.
 
     `replicas` are the copies of states that other ranks hold; `distributed` is whether an optimizer of that kind saved
     them, and `flat` whether in flat buffers, the order of which the weights prove.
     """
 
-    folder: str
     directory: Directory
-    layout: Layout
-    facts: OptimizerFacts | None
-    objects: Mapping[Path, object]
     chunks: Mapping[str, Sequence[tuple[str, Chunk]]]
     arguments: Mapping[str, object]
     replicas: Layout
@@ -83,9 +78,6 @@ class TorchDist:
     chain: Chain | None
     shifts: Shifts | None = None
     ungrouped: str = ""
-    ranks: int | None = None
-    notes: tuple[str, ...] = ()
-    beside: Mapping[str, Path] = field(default_factory=dict)
     archives: AlikeArchives = field(default_factory=AlikeArchives)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:

@@ -12,7 +12,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,9 +31,9 @@ from ds_reshard.formats.megatron.flat_states import (
 )
 from ds_reshard.formats.megatron.optimizer import EXPERTS, KINDS, Trained, facts_of, members_of, odd_states, saved_steps
 from ds_reshard.formats.megatron.target import Shown, stacks
-from ds_reshard.model.checkpoint import SavedFile, SavedListing
-from ds_reshard.model.content import MASTER, WEIGHT, Path
-from ds_reshard.model.facts import OptimizerFacts, canonical, number_of
+from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
+from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.facts import canonical, number_of
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, check_cover, tiled
 from ds_reshard.model.records import ElementType, TensorRecord
@@ -127,23 +127,16 @@ class _Rank:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TorchFormat:
+class TorchFormat(SavedState):
     """What the files tell; the shards are the folders, and each piece is a buffer of one."""
 
-    folder: str
-    layout: Layout
     replicas: Layout
-    facts: OptimizerFacts | None
-    objects: Mapping[Path, object]
     arguments: Mapping[str, object]
     extents: Sequence[Mapping[str, Extent]]
     shown: Shown
     distributed: bool = True
     flat: bool = False
     ungrouped: str = ""
-    ranks: int | None = None
-    notes: tuple[str, ...] = ()
-    beside: Mapping[str, Path] = field(default_factory=dict)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         return self.extents[shard]
@@ -180,13 +173,7 @@ def list_torch_format(folder: str) -> SavedListing:
     for name in _folders(folder):
         for file, nbytes in folders.files(os.path.join(folder, name)).items():
             files[f"{name}/{file}"] = SavedFile(nbytes=nbytes, role="optimizer" if file == FLAT_FILE else "model")
-    return SavedListing(
-        format="Megatron-LM, torch",
-        writer="Megatron-LM",
-        folder=folder,
-        tag=os.path.basename(os.path.abspath(folder)),
-        files=files,
-    )
+    return SavedListing(format="Megatron-LM, torch", writer="Megatron-LM", folder=folder, files=files)
 
 
 def open_torch_format(folder: str) -> TorchFormat:

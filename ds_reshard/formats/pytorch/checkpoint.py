@@ -16,14 +16,14 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, fail, raise_faults
-from ds_reshard.model.checkpoint import SavedFile, SavedListing
+from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, SCHEDULER, STEPS, WEIGHT, Path, flattened
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.index import Extent, extent_of
@@ -57,22 +57,15 @@ def list_pytorch(folder: str) -> SavedListing | None:
         model = name.endswith((".safetensors", ".bin")) and name.startswith(("model", "pytorch_model"))
         role = "model" if model else "optimizer" if name in OPTIMIZERS else "other"
         files[name] = SavedFile(nbytes=nbytes, role=role)
-    tag = os.path.basename(os.path.abspath(folder))
-    return SavedListing(format="plain PyTorch", writer="torch", folder=folder, tag=tag, files=files)
+    return SavedListing(format="plain PyTorch", writer="torch", folder=folder, files=files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PytorchCheckpoint:
+class PytorchCheckpoint(SavedState):
     """Everything by name; a family of shards is one file, which has one shard."""
 
-    folder: str
-    layout: Layout
-    facts: OptimizerFacts | None
-    objects: Mapping[Path, object]
     extents: Mapping[str, Mapping[str, Extent]]
-    notes: tuple[str, ...]
     left_out: tuple[str, ...] = ()
-    beside: Mapping[str, Path] = field(default_factory=dict)
     ranks: int | None = 1
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
