@@ -16,12 +16,12 @@ TO = "fsdp"
 
 
 class OpenedFsdp(SavedCheckpoint):
+    state: FsdpCheckpoint
+
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        assert isinstance(self.state, FsdpCheckpoint)
         return fsdp_target(self.state, self.dp if asked.dp is None else asked.dp) if asked.to == TO else None
 
     def extra(self) -> Mapping[object, object] | None:
-        assert isinstance(self.state, FsdpCheckpoint)
         trees = extra_trees(self.folder, self.state.ranks, 1)
         return {
             name: value for tree in trees if isinstance(tree, dict) for name, value in tree.items() if name != "rng"
