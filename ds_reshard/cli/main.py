@@ -20,9 +20,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_device,
     add_json,
-    add_processes,
     add_reading,
-    add_rules,
     add_trust,
     reading,
     show,
@@ -73,7 +71,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(look)
     look.add_argument("--all", action="store_true", help="list every parameter and file")
-    add_rules(look)
     add_trust(look)
     add_json(look, _inspect)
 
@@ -82,9 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(prints)
     add_reading(prints)
-    add_processes(prints)
     add_device(prints)
-    add_rules(prints)
     add_trust(prints)
     add_json(prints, _fingerprint, shared=True)
 
@@ -100,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
     lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
     lr.add_argument("--png", metavar="FILE", help="write a picture")
-    add_trust(lr)
+    add_trust(lr, rules=False)
     add_json(lr, _lr)
 
     add_convert(commands)

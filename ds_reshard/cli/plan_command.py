@@ -15,7 +15,6 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_json,
     add_reading,
-    add_rules,
     add_target,
     add_trust,
     bandwidth,
@@ -155,7 +154,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
     )
-    add_reading(parser)
+    add_reading(parser, processes=False)
     parser.add_argument(
         "--shard",
         type=shard,
@@ -164,7 +163,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
     )
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
-    add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
 

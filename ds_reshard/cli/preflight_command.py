@@ -51,7 +51,7 @@ def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default=1.0,
         help="gigabytes a second that a node reads (default: %(default)s)",
     )
-    add_trust(parser)
+    add_trust(parser, rules=False)
     add_json(parser, run)
 
 
