@@ -7,7 +7,6 @@ import html
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.arguments import (
@@ -23,7 +22,7 @@ from ds_reshard.cli.arguments import (
     show,
     target,
 )
-from ds_reshard.cli.render import line, printable, put, size
+from ds_reshard.cli.render import line, printable, put, size, table
 from ds_reshard.errors import WriteFailed
 from ds_reshard.model.reports import ConversionPlan
 from ds_reshard.model.target import RunSizes
@@ -193,14 +192,13 @@ def render_plan(made: ConversionPlan, console: Console) -> None:
     number, shards = made.shard
     part = f": part {number} of {shards}" if shards > 1 else ""
     title = f"From {printable(made.folder)} ({_sized(made.saved)}) to {made.to}, {_sized(made.coming)}{part}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("target", "files", "written", "source files", "read"):
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("target", "files") else "right")
+    numbers = ("written", "source files", "read")
+    rows = table(title, "target", "files", *numbers, right=numbers)
     for unit in made.units[:_ROWS]:
         files = unit.files[0] + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
-        numbers = (size(unit.bytes_written), str(len(unit.reads)), size(unit.bytes_read))
-        table.add_row(unit.name, Text(printable(files)), *numbers)
-    put(console, table)
+        told = (size(unit.bytes_written), str(len(unit.reads)), size(unit.bytes_read))
+        rows.add_row(unit.name, Text(printable(files)), *told)
+    put(console, rows)
     if len(made.units) > _ROWS:
         console.print(Text(f"and {len(made.units) - _ROWS} more: --json shows them", style="dim"))
     line(
