@@ -58,18 +58,7 @@ class Stage:
         return [name for _, group in self.groups for name in group.members]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """The target's topology, its stages, and how each parameter is cut there."""
-
-    topology: Topology
-    dp: int
-    stages: tuple[Stage, ...]
-    parameters: Mapping[str, Parameter]
-    homes: Mapping[str, int]
-
-
-def arrange(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> Arrangement:
+def _arranged(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> _Writing:
     """Raises UnsupportedLayout, with every reason, where the source does not tell how the target is arranged."""
     subject = f"converting {source.folder} to nanotron"
     topology, dp = _topology(source, asked, like)
@@ -90,7 +79,7 @@ def arrange(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint |
     raise_faults(faults, subject=subject)
     assert stages is not None
     homes = _homes(source if like is None else like, stages, topology.pp)
-    return Arrangement(topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
+    return _Writing(source=source, topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
 
 
 def _topology(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
@@ -241,11 +230,10 @@ def nanotron_target(source: NanotronCheckpoint, asked: Asked, like: NanotronChec
 
     Raises UnsupportedLayout, with every reason, where the source does not tell how they are arranged.
     """
-    arrangement = arrange(source, asked, like)
-    raise_faults(list(_idle(arrangement)), subject=f"converting {source.folder} to nanotron")
-    writing = _Writing(source=source, arrangement=arrangement)
+    writing = _arranged(source, asked, like)
+    raise_faults(writing.idle(), subject=f"converting {source.folder} to nanotron")
     placements = {placement.key: placement for placement in writing.placements()}
-    shards = {WEIGHTS: arrangement.topology.tp, OPTIM: len(list(arrangement.topology.ranks)), TEXTS: 1}
+    shards = {WEIGHTS: writing.topology.tp, OPTIM: len(list(writing.topology.ranks)), TEXTS: 1}
     tag = source.listing.tag
     return Target(
         layout=Layout(placements, shards),
@@ -258,40 +246,45 @@ def nanotron_target(source: NanotronCheckpoint, asked: Asked, like: NanotronChec
     )
 
 
-def _idle(arrangement: Arrangement) -> Iterator[Fault]:
-    """Ranks that would have no part of any parameter (`NamedOptimizer.load_state_dict`: "Loading empty state dict")."""
-    topology = arrangement.topology
-    for rank in topology.ranks:
-        names = arrangement.stages[rank.pp].names
-        if all(shape_of(arrangement.parameters[name], topology, rank) is None for name in names):
-            yield UnsupportedLayout.fault(
-                state_name("optimizer", topology, rank),
-                "would hold nothing: no "
-                "parameter there has as many elements as there are data-parallel ranks, and nanotron loads no empty "
-                "state",
-                found=f"dp {topology.dp}",
-                mend="a smaller --dp, or --zero-stage 0",
-            )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writing:
+    """The target's topology, its stages, how each parameter is cut there, and the stage that writes its weight."""
+
     source: NanotronCheckpoint
-    arrangement: Arrangement
+    topology: Topology
+    dp: int
+    stages: tuple[Stage, ...]
+    parameters: Mapping[str, Parameter]
+    homes: Mapping[str, int]
+
+    def idle(self) -> Iterator[Fault]:
+        """Ranks that would have no part of any parameter.
+
+        `NamedOptimizer.load_state_dict` refuses that: "Loading empty state dict".
+        """
+        for rank in self.topology.ranks:
+            if all(self._shape(name, rank) is None for name in self.stages[rank.pp].names):
+                yield UnsupportedLayout.fault(
+                    state_name("optimizer", self.topology, rank),
+                    "would hold nothing: no parameter there has as many elements as there are data-parallel ranks, and "
+                    "nanotron loads no empty state",
+                    found=f"dp {self.topology.dp}",
+                    mend="a smaller --dp, or --zero-stage 0",
+                )
 
     def placements(self) -> Iterator[Placement]:
-        for parameter in self.arrangement.parameters.values():
+        for parameter in self.parameters.values():
             cuts = {tp: Cut(chunk=max(1, parameter.local_numel(tp)), first=tp) for tp in parameter.files}
             yield place(parameter, "weight", parameter.dtype, WEIGHTS, weight_buffer(parameter.name), cuts)
         copies: dict[TensorKey, int] = {}
-        for pp, stage in enumerate(self.arrangement.stages):
+        for pp, stage in enumerate(self.stages):
             for name in stage.names:
                 yield from self._states(pp, name, copies)
 
     def _states(self, pp: int, name: str, copies: dict[TensorKey, int]) -> Iterator[Placement]:
         """The states in one stage: one copy of a parameter that is cut over the tensor ranks, else one on each."""
-        parameter, topology = self.arrangement.parameters[name], self.arrangement.topology
-        cuts = {tp: self._cut(parameter, Rank(pp=pp, tp=tp, dp=0)) for tp in range(topology.tp)}
+        parameter = self.parameters[name]
+        cuts = {tp: self._cut(parameter, Rank(pp=pp, tp=tp, dp=0)) for tp in range(self.topology.tp)}
         for kind, dtype in kinds_of(self.source, name).items():
             for part in [cuts] if parameter.sharded else [{tp: cut} for tp, cut in cuts.items()]:
                 key = TensorKey(name=name, kind=kind)
@@ -299,10 +292,10 @@ class _Writing:
                 yield place(parameter, kind, dtype, OPTIM, f"{kind}/{name}", part, copy=copy)
 
     def _cut(self, parameter: Parameter, rank: Rank) -> Cut:
-        return state_cut(parameter.local_numel(rank.tp), self.arrangement.topology, rank)
+        return state_cut(parameter.local_numel(rank.tp), self.topology, rank)
 
     def units(self) -> Iterator[Unit]:
-        topology = self.arrangement.topology
+        topology = self.topology
         yield Unit(family=TEXTS, shard=0, files=tuple(self._texts()))
         for tp in range(topology.tp):
             yield Unit(family=WEIGHTS, shard=tp, files=tuple(self._weights(tp)))
@@ -313,14 +306,13 @@ class _Writing:
             yield Unit(family=OPTIM, shard=topology.shard(rank), files=tuple(files))
 
     def _weights(self, tp: int) -> Iterator[TargetFile]:
-        topology = self.arrangement.topology
-        for name, parameter in self.arrangement.parameters.items():
+        for name, parameter in self.parameters.items():
             if tp not in parameter.files:
                 continue
             said: dict[str, str] = {}
             shard = None
             if parameter.sharded:
-                shard = (self.arrangement.homes[name], topology.pp, tp, topology.tp)
+                shard = (self.homes[name], self.topology.pp, tp, self.topology.tp)
                 said = {
                     "version": self.source.metadata.version,
                     "unsharded_shape": str(parameter.shape),
@@ -332,7 +324,7 @@ class _Writing:
             )
 
     def _optimizer(self, rank: Rank) -> TargetFile:
-        held = {name: self._shape(name, rank) for name in self.arrangement.stages[rank.pp].names}
+        held = {name: self._shape(name, rank) for name in self.stages[rank.pp].names}
         data = {
             f"{kind}/{name}": value.data
             for name, shape in held.items()
@@ -340,11 +332,11 @@ class _Writing:
             for kind, value in self._scalars(name).items()
             if isinstance(value, ScalarTensor)
         }
-        name = state_name("optimizer", self.arrangement.topology, rank)
+        name = state_name("optimizer", self.topology, rank)
         return TargetFile(name=name, tree=partial(self._optimizer_tree, rank), data=data)
 
     def _shape(self, name: str, rank: Rank) -> tuple[int, ...] | None:
-        return shape_of(self.arrangement.parameters[name], self.arrangement.topology, rank)
+        return shape_of(self.parameters[name], self.topology, rank)
 
     def _scalars(self, name: str) -> Mapping[str, Scalar]:
         assert self.source.facts is not None
@@ -356,7 +348,7 @@ class _Writing:
         state: dict[int, dict[str, object]] = {}
         groups: list[dict[str, object]] = []
         masters: dict[str, object] = {}
-        for _, group in self.arrangement.stages[rank.pp].groups:
+        for _, group in self.stages[rank.pp].groups:
             members = []
             for name in group.members:
                 shape = self._shape(name, rank)
@@ -389,15 +381,15 @@ class _Writing:
         """
         kept = tuple(
             self.source.schedulers[origin.stage].of_group(origin.number)
-            for origin, _ in self.arrangement.stages[rank.pp].groups
+            for origin, _ in self.stages[rank.pp].groups
         )
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
-        name = state_name("lr_scheduler", replace(self.arrangement.topology, dp=None), rank)
+        name = state_name("lr_scheduler", replace(self.topology, dp=None), rank)
         return TargetFile(name=name, tree=schedule.entries)
 
     def _texts(self) -> Iterator[TargetFile]:
-        topology, listing = self.arrangement.topology, self.source.listing
-        meta = {**self.source.metadata.entries, "tp": topology.tp, "dp": self.arrangement.dp}
+        topology, listing = self.topology, self.source.listing
+        meta = {**self.source.metadata.entries, "tp": topology.tp, "dp": self.dp}
         yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
         yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
         if CONFIG in listing.nbytes:
@@ -409,18 +401,18 @@ class _Writing:
 
     def _optimizer_config(self) -> dict[str, object]:
         """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
-        topology = self.arrangement.topology
+        topology = self.topology
         sizes = {
             "tp_size": topology.tp,
-            "dp_size": self.arrangement.dp,
+            "dp_size": self.dp,
             "pp_size": topology.pp,
             "expert_parallel_size": topology.exp,
         }
         configs: dict[str, object] = {}
         if topology.dp is not None:
             offsets, shapes, first = {}, {}, Rank(pp=0, tp=0, dp=0)
-            for name in self.arrangement.stages[0].names:
-                parameter = self.arrangement.parameters[name]
+            for name in self.stages[0].names:
+                parameter = self.parameters[name]
                 pieces = self._cut(parameter, first).pieces(0, parameter.local_numel(0))
                 offsets[name] = {str(piece.shard): [str(piece.start), str(piece.stop)] for piece in pieces}
                 shapes[name] = [str(size) for size in parameter.local_shape(0)]
@@ -433,18 +425,17 @@ class _Writing:
         }
 
     def _config(self) -> dict[str, int]:
-        topology = self.arrangement.topology
         return {
-            "parallelism.dp": self.arrangement.dp,
-            "parallelism.tp": topology.tp,
-            "parallelism.pp": topology.pp,
-            "optimizer.zero_stage": int(topology.dp is not None),
+            "parallelism.dp": self.dp,
+            "parallelism.tp": self.topology.tp,
+            "parallelism.pp": self.topology.pp,
+            "optimizer.zero_stage": int(self.topology.dp is not None),
             **self._batch[0],
         }
 
     @property
     def _batch(self) -> tuple[dict[str, int], str | None]:
-        return resized(self.source.metadata.batch, self.arrangement.dp)
+        return resized(self.source.metadata.batch, self.dp)
 
     @property
     def _random(self) -> list[str]:
@@ -453,16 +444,13 @@ class _Writing:
     @property
     def _keeps_random(self) -> bool:
         """Whether each rank of the target is one of the source: the optimizer's files may be cut otherwise."""
-        (one, one_dp), (other, other_dp) = (
-            (self.source.topology, self.source.metadata.dp),
-            (self.arrangement.topology, self.arrangement.dp),
-        )
-        return (one.pp, one.tp, one_dp) == (other.pp, other.tp, other_dp)
+        saved = self.source.topology
+        return (saved.pp, saved.tp, self.source.metadata.dp) == (self.topology.pp, self.topology.tp, self.dp)
 
     def notes(self) -> Iterator[str]:
         """What the user should know of the output."""
         told = self._batch[1]
-        if told is not None and self.arrangement.dp != self.source.metadata.dp:
+        if told is not None and self.dp != self.source.metadata.dp:
             yield told
         if self._random and not self._keeps_random:
             yield (
