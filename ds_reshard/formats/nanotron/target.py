@@ -39,12 +39,8 @@ from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """A param group of the target: the stage of the source and its number there."""
-
-    stage: int
-    number: int
+Origin = tuple[int, int]
+"""Of a param group of the target the stage of the source, and its number there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +133,7 @@ def _unsupported(where: str, what: str, found: str, mend: str) -> Fault:
 def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, SavedGroup]]:
     for pp, stage in enumerate(source.stages):
         for number, group in enumerate(stage.groups):
-            yield Origin(stage=pp, number=number), group
+            yield (pp, number), group
 
 
 def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
@@ -147,8 +143,8 @@ def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
     """
     if pp == source.topology.pp:
         return tuple(
-            Stage(groups=tuple((origin, group) for origin, group in _saved(source) if origin.stage == number))
-            for number in range(pp)
+            Stage(groups=tuple((origin, group) for origin, group in _saved(source) if origin[0] == stage))
+            for stage in range(pp)
         )
     if pp != 1 or any(len(group.members) > 1 for _, group in _saved(source)):
         return None
@@ -380,8 +376,7 @@ class _Writing:
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
         kept = tuple(
-            self.source.schedulers[origin.stage].of_group(origin.number)
-            for origin, _ in self.stages[rank.pp].groups
+            self.source.schedulers[stage].of_group(number) for (stage, number), _ in self.stages[rank.pp].groups
         )
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
         name = state_name("lr_scheduler", replace(self.topology, dp=None), rank)
