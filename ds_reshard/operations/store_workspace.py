@@ -34,7 +34,6 @@ from ds_reshard.operations.workspace import (
     known_in,
     lock_name,
     manifest_text,
-    noted_text,
     parsed,
 )
 
@@ -216,7 +215,7 @@ class StoreWorkspace(Workspace):
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         self._refuse_lost()
-        disk.put(f"{self.folder}/{_DONE}/{unit}.json", noted_text(known))
+        disk.put(f"{self.folder}/{_DONE}/{unit}.json", manifest_text(known, indent=None).encode())
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         told = self._read(f"{_DONE}/{unit}.json")

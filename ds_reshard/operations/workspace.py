@@ -27,9 +27,9 @@ MANIFEST = "ds_reshard.json"
 _MOST_NBYTES = 256 << 20
 
 
-def manifest_text(content: Mapping[str, object]) -> str:
-    """The manifest as it is written, with a checksum of its own."""
-    return json.dumps({**content, "crc32": _checksum(content)}, sort_keys=True, indent=1)
+def manifest_text(content: Mapping[str, object], *, indent: int | None = 1) -> str:
+    """The manifest, or without `indent` the note of a unit, as it is written, with a checksum of its own."""
+    return json.dumps({**content, "crc32": _checksum(content)}, sort_keys=True, indent=indent)
 
 
 def read_manifest(path: str) -> Mapping[str, object] | None:
@@ -194,7 +194,8 @@ class Workspace:
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         """Note that the files of a unit are finished and on the disk; a note that a crash takes costs their writing."""
-        disk.write_whole(self._note(unit), noted_text(known), beside=self.folder, synced=False)
+        text = manifest_text(known, indent=None).encode("utf-8")
+        disk.write_whole(self._note(unit), text, beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not, or whose files a power cut has taken."""
@@ -249,19 +250,12 @@ class Workspace:
             disk.remove(self.folder)
 
 
-def noted_text(known: Mapping[str, object]) -> bytes:
-    """A note as it is written, with a checksum of its own."""
-    data = json.dumps(known, sort_keys=True).encode("utf-8")
-    return b"%08x" % crc32(data) + data
-
-
 def known_in(told: bytes) -> Mapping[str, object] | None:
     """What a note says; None where its name reached the disk before its bytes."""
-    if told[:8] != b"%08x" % crc32(told[8:]):
+    try:
+        return parsed(told)
+    except ValueError:
         return None
-    known = json.loads(told[8:])
-    assert isinstance(known, dict)
-    return known
 
 
 def lock_name(part: Part) -> str:
