@@ -139,19 +139,16 @@ class Workspace:
     @contextlib.contextmanager
     def _lock(self, part: Part) -> Iterator[None]:
         """Hold the part, where nobody does, nor any of another number of parts: that is another job's."""
-        own = os.path.join(self.folder, LOCKS, lock_name(part))
-        held = disk.lock(own)
+        locks = os.path.join(self.folder, LOCKS)
+        held = disk.lock(os.path.join(locks, lock_name(part)))
         try:
-            if held is None or any(map(self._is_held, self._conflicting(part))):
+            others = [name for name in folders.entries(locks) if not name.endswith(f"-of-{part[1]}")]
+            if held is None or any(self._is_held(os.path.join(locks, name)) for name in others):
                 self._refuse_beside(part)
             yield
         finally:
             if held is not None:
                 os.close(held)
-
-    def _conflicting(self, part: Part) -> list[str]:
-        names = folders.entries(os.path.join(self.folder, LOCKS))
-        return [os.path.join(self.folder, LOCKS, name) for name in names if not name.endswith(f"-of-{part[1]}")]
 
     def _is_held(self, path: str) -> bool:
         found = disk.lock(path)
