@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING
 
@@ -100,11 +100,11 @@ class Arrangement:
     `buffers` counts the flat buffers of a rank (param groups, or sub-groups at stage 3).
     """
 
-    buffers: int | None
-    round_robin: bool | None
-    alignment_gaps: bool | None
-    elastic: bool | None
-    offloaded_to: str | None
+    buffers: int | None = None
+    round_robin: bool | None = None
+    alignment_gaps: bool | None = None
+    elastic: bool | None = None
+    offloaded_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,15 +119,15 @@ class Inspection:
     format: str
     folder: str
     tag: str
-    version: str | None
-    stage: int | None
-    wrapper: str | None
-    dp: int | None
-    optimizer: str | None
+    version: str | None = None
+    stage: int | None = None
+    wrapper: str | None = None
+    dp: int | None = None
+    optimizer: str | None = None
     states: tuple[StateEntry, ...]
     groups: tuple[GroupEntry, ...]
     steps: Steps
-    arrangement: Arrangement
+    arrangement: Arrangement = field(default_factory=Arrangement)
     parameters: tuple[ParameterEntry, ...]
     files: tuple[FileEntry, ...]
     faults: tuple[Fault, ...]

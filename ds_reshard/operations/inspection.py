@@ -11,7 +11,7 @@ from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.content import SAMPLES, STEPS
 from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
+from ds_reshard.model.reports import FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
@@ -27,21 +27,17 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
     scalars = state.facts.scalars if state is not None and state.facts is not None else {}
     placements = state.layout.placements if state is not None else {}
     tensors = [(key.kind, place.dtype) for key, place in placements.items() if key.kind != "weight"]
+    shapes = {key.name: place.shape for key, place in placements.items() if key.kind == "weight"}
     files = listing.files if isinstance(listing, SavedListing) else {}
     return Inspection(
         format=listing.format if isinstance(listing, SavedListing) else found.format.name,
         writer=listing.writer if isinstance(listing, SavedListing) else found.format.name,
         folder=listing.folder,
         tag=listing.tag,
-        version=None,
-        stage=None,
-        wrapper=None,
         dp=state.ranks if state is not None else None,
-        optimizer=None,
         states=states_of(tensors, scalars.values()),
-        groups=tuple(_groups(groups, _shapes(state))) if state is not None else (),
+        groups=tuple(_groups(groups, shapes)),
         steps=_steps(state, scalars),
-        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
         faults=tuple(faults),
@@ -65,9 +61,6 @@ def _opened(found: Found) -> tuple[Checkpoint | None, list[Fault]]:
         return checkpoint, faults_of(error)
     return checkpoint, []
 
-
-def _shapes(state: Checkpoint) -> dict[str, tuple[int, ...]]:
-    return {key.name: place.shape for key, place in state.layout.placements.items() if key.kind == "weight"}
 
 
 

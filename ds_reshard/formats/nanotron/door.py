@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 
+from ds_reshard.containers.plain import plain
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
@@ -21,7 +22,7 @@ from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Sur
 from ds_reshard.model.content import Content
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
+from ds_reshard.model.reports import FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.model.target import Asked, Target
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
@@ -64,7 +65,6 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
         states=states_of(((kind, tensor.dtype) for kind, tensor in tensors), scalars),
         groups=tuple(_groups(opening)),
         steps=_steps(opening),
-        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(opening)),
         files=tuple(_files(listing)),
         faults=_sorted(opening.faults),
@@ -86,16 +86,8 @@ def _groups(opening: Opening) -> Iterator[GroupEntry]:
             number=number,
             members=len(group.members),
             numel=numel if len(known) == len(group.members) else None,
-            hyperparameters={key: _plain(value) for key, value in group.hyperparameters.items()},
+            hyperparameters={key: plain(value, {}) for key, value in group.hyperparameters.items()},
         )
-
-
-def _plain(value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return described(value)
 
 
 def _steps(opening: Opening) -> Steps:
