@@ -41,7 +41,7 @@ def scan_pickles(path: str) -> PickleScan:
         files=len(paths),
         pickles=found.pickles,
         unread=found.unread + len(faults),
-        faults=tuple(_sorted([*faults, *found.faults])),
+        faults=tuple(sorted({*faults, *found.faults}, key=lambda fault: (fault.where, fault.what))),
     )
 
 
@@ -138,10 +138,6 @@ def siblings(path: str, folder: str) -> list[str]:
     return list(dict.fromkeys([*walk(folder, faults), *beside]))
 
 
-def _sorted(faults: Iterable[Fault]) -> list[Fault]:
-    return sorted(set(faults), key=lambda fault: (fault.where, fault.what))
-
-
 # -- before a framework loads ------------------------------------------------------------------------------------------
 
 _SCANNED: ContextVar[tuple[str, ...]] = ContextVar("folders whose pickles were scanned", default=())
@@ -206,7 +202,6 @@ def refuse_unsafe_folder(
     chosen = (mine or [])[sharing.index(rank(group)) :: len(sharing)]
     found, more, failed = attempt(lambda: _scan(chosen, trust, unread))
     agree([*faults, *(found or []), *more], subject=subject, cause=cause or failed, group=group)
-
 
 
 def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: str) -> list[Fault]:

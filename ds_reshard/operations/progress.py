@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.operations.ranks import rank, world_size
@@ -21,18 +21,14 @@ from ds_reshard.planning.plan import Plan
 from ds_reshard.resume.report import say
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from ds_reshard.execution.buffers import TensorTarget
 
 QUIET_S = 5.0
 LOG_S = 30.0
 _RANKS_A_SECOND = 500
 _NUMBER = itertools.count()
-
-
-class Counter(Protocol):
-    """A store of torch.distributed."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
 
 
 @contextmanager
@@ -54,7 +50,7 @@ class Progress:
     def __init__(self, subject: str, key: str) -> None:
         self._subject, self._key = subject, key
         self._told = self._total = 0
-        self._store: Counter | None = None
+        self._store: Store | None = None
         self._started = time.monotonic()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -119,14 +115,13 @@ def _rewrite(text: str) -> None:
     sys.stderr.flush()
 
 
-def _store() -> Counter | None:
+def _store() -> Store | None:
     """The store by which the process group met; None where there is no group, or its store cannot be had."""
     import torch.distributed as dist
 
     if world_size() == 1:
         return None
     try:
-        store: Counter = dist.distributed_c10d._get_default_store()
+        return dist.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
         return None
-    return store
