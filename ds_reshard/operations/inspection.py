@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
 
-from ds_reshard.containers.plain import plain
+from ds_reshard.containers.plain import group_entries, plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.content import SAMPLES, STEPS
 from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.model.reports import FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
+from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
@@ -36,7 +35,7 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         tag=listing.tag,
         dp=state.ranks if state is not None else None,
         states=states_of(tensors, scalars.values()),
-        groups=tuple(_groups(groups, shapes)),
+        groups=group_entries(((group.members, group.hyperparameters or {}) for group in groups), shapes),
         steps=_steps(state, scalars),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
@@ -60,19 +59,6 @@ def _opened(found: Found) -> tuple[Checkpoint | None, list[Fault]]:
     except ReshardError as error:
         return checkpoint, faults_of(error)
     return checkpoint, []
-
-
-
-
-def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[GroupEntry]:
-    for number, group in enumerate(groups):
-        known = [shapes[name] for name in group.members if name in shapes]
-        yield GroupEntry(
-            number=number,
-            members=len(group.members),
-            numel=sum(map(prod, known)) if len(known) == len(group.members) else None,
-            hyperparameters={name: plain(value, {}) for name, value in (group.hyperparameters or {}).items()},
-        )
 
 
 def _steps(state: Checkpoint | None, scalars: Mapping[str, Mapping[str, Scalar]]) -> Steps:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
-from ds_reshard.containers.plain import plain
+from ds_reshard.containers.plain import group_entries
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
@@ -22,7 +21,7 @@ from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Sur
 from ds_reshard.model.content import Content
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.reports import FileEntry, GroupEntry, Inspection, ParameterEntry, Steps, states_of
+from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.model.target import Asked, Target
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
@@ -49,6 +48,7 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
     config = metadata.config if metadata is not None else {}
     tensors = [pair for stage in opening.stages for kinds in stage.states.values() for pair in kinds.items()]
     scalars = [values for stage in opening.stages for values in stage.scalars.values()]
+    groups = [(group.members, group.hyperparameters) for stage in opening.stages for group in stage.groups]
     kind = metadata.optimizer.get("type") if metadata is not None and metadata.optimizer is not None else None
     return Inspection(
         format="nanotron",
@@ -63,7 +63,7 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
         pp=topology.pp if topology is not None else None,
         optimizer=config.get("optimizer.optimizer_factory.name"),
         states=states_of(((kind, tensor.dtype) for kind, tensor in tensors), scalars),
-        groups=tuple(_groups(opening)),
+        groups=group_entries(groups, {name: parameter.shape for name, parameter in opening.parameters.items()}),
         steps=_steps(opening),
         parameters=tuple(_parameters(opening)),
         files=tuple(_files(listing)),
@@ -74,20 +74,6 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
 
 def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(dict.fromkeys(faults), key=lambda fault: (fault.where, fault.what, fault.found)))
-
-
-
-def _groups(opening: Opening) -> Iterator[GroupEntry]:
-    groups = [group for stage in opening.stages for group in stage.groups]
-    for number, group in enumerate(groups):
-        known = [opening.parameters[name] for name in group.members if name in opening.parameters]
-        numel = sum(prod(parameter.shape) for parameter in known)
-        yield GroupEntry(
-            number=number,
-            members=len(group.members),
-            numel=numel if len(known) == len(group.members) else None,
-            hyperparameters={key: plain(value, {}) for key, value in group.hyperparameters.items()},
-        )
 
 
 def _steps(opening: Opening) -> Steps:
