@@ -189,7 +189,7 @@ def _cut(parameter: Parameter, like: Parameter | None, tp: int) -> Parameter:
             raise ValueError("is cut by another rule than nanotron's equal parts of chunks")
         pairs = tuple(split.pairs(len(parameter.shape), rank, tp) for rank in range(tp))
         shapes = dict.fromkeys(range(tp), split.local_shape(parameter.shape, tp))
-    buffer = weight_buffer(parameter.name)
+    buffer = f"weight/{parameter.name}"
     return Parameter(
         name=parameter.name,
         shape=parameter.shape,
@@ -198,10 +198,6 @@ def _cut(parameter: Parameter, like: Parameter | None, tp: int) -> Parameter:
         files={rank: new_tensor(buffer, shape, parameter.dtype) for rank, shape in shapes.items()},
         tiles=tuple(tuple(tiles_of(of, shapes[rank], parameter.shape)) for rank, of in enumerate(pairs)),
     )
-
-
-def weight_buffer(name: str) -> str:
-    return f"weight/{name}"
 
 
 def _homes(shown: NanotronCheckpoint, stages: Sequence[Stage], pp: int) -> dict[str, int]:
@@ -271,7 +267,7 @@ class _Writing:
     def placements(self) -> Iterator[Placement]:
         for parameter in self.parameters.values():
             cuts = {tp: Cut(chunk=max(1, parameter.local_numel(tp)), first=tp) for tp in parameter.files}
-            yield place(parameter, "weight", parameter.dtype, WEIGHTS, weight_buffer(parameter.name), cuts)
+            yield place(parameter, "weight", parameter.dtype, WEIGHTS, f"weight/{parameter.name}", cuts)
         copies: dict[TensorKey, int] = {}
         for pp, stage in enumerate(self.stages):
             for name in stage.names:
