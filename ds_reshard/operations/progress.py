@@ -10,8 +10,8 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ds_reshard.execution.interfaces import Executor, Outcome
@@ -31,17 +31,12 @@ _RANKS_A_SECOND = 500
 _NUMBER = itertools.count()
 
 
-@contextmanager
-def showing(subject: str) -> Iterator[Progress]:
+def showing(subject: str) -> closing[Progress]:
     """While inside, what `execute` reads is shown, until all ranks have read: leave it after they have agreed.
 
     Every rank takes it in the same order.
     """
-    progress = Progress(subject, f"ds_reshard/progress/{next(_NUMBER)}")
-    try:
-        yield progress
-    finally:
-        progress.end()
+    return closing(Progress(subject, f"ds_reshard/progress/{next(_NUMBER)}"))
 
 
 class Progress:
@@ -63,7 +58,7 @@ class Progress:
             self._thread.start()
         return executor.execute(plan, targets)
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)  # a store whose server has gone does not hold up the load
