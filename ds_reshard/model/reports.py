@@ -131,7 +131,7 @@ class Inspection:
     parameters: tuple[ParameterEntry, ...]
     files: tuple[FileEntry, ...]
     faults: tuple[Fault, ...]
-    bytes_read: int | None
+    bytes_read: int | None = None
     writer: str = "DeepSpeed"
     tp: int | None = None
     pp: int | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from ds_reshard.containers.plain import group_entries, plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
@@ -15,12 +15,12 @@ from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
 @uncollected()
-def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspection:
+def describe(found: Found) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
     open_ahead(found)
     listing = found.listing
     if found.format.describe is not None:
-        return found.format.describe(listing, bytes_read)
+        return found.format.describe(listing)
     state, faults = _opened(found)
     groups = state.facts.groups if state is not None and state.facts is not None else ()
     scalars = state.facts.scalars if state is not None and state.facts is not None else {}
@@ -40,7 +40,6 @@ def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspectio
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
         faults=tuple(faults),
-        bytes_read=bytes_read(),
         tp=state.tp if state is not None else None,
         pp=state.pp if state is not None else None,
         ep=state.ep if state is not None else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.plain import group_entries
@@ -40,7 +40,7 @@ def survey(listing: NanotronListing) -> Opening:
     return opening
 
 
-def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspection:
+def _describe(found: Listing) -> Inspection:
     """What was found, as far as the checkpoint could be opened."""
     listing = _nanotron(found)
     opening = survey(listing)
@@ -68,7 +68,6 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
         parameters=tuple(_parameters(opening)),
         files=tuple(_files(listing)),
         faults=_sorted(opening.faults),
-        bytes_read=bytes_read(),
     )
 
 
