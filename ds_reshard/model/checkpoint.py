@@ -431,23 +431,3 @@ def _buffers(weights: Mapping[str, Held]) -> Iterator[str]:
         counted = f"{layer}.num_batches_tracked" in weights
         if not held.dtype.label.startswith(("float", "bfloat", "complex")) or (counted and leaf in _RUNNING):
             yield name
-
-
-def folder_format(
-    name: str,
-    known: Callable[[str], bool],
-    files: Callable[[str], SavedListing],
-    state: Callable[[str], SavedState],
-    *,
-    opened: type[SavedCheckpoint] = SavedCheckpoint,
-    writes: Mapping[str, Writer],
-    sized: frozenset[str] = frozenset(),
-) -> Format:
-    """The format of such folders: how one is known, listed and opened, and what it writes."""
-    return Format(
-        name=name,
-        list=lambda folder: files(folder) if known(folder) else None,
-        open=lambda listing, states: opened(state(listing.folder), listing.nbytes),
-        writes=writes,
-        sized=sized,
-    )
