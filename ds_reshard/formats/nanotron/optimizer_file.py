@@ -129,12 +129,7 @@ class SavedScheduler:
 
     def of_group(self, number: int) -> dict[str, object]:
         """What it keeps of the param group of that number."""
-        found = {}
-        for key in PER_GROUP:
-            values = self.entries[key]
-            assert isinstance(values, list)
-            found[key] = values[number]
-        return found
+        return {key: self.entries[key][number] for key in PER_GROUP}  # type: ignore[index]
 
 
 def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
