@@ -86,22 +86,15 @@ def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
     return {name: getattr(arguments, name) for name in names}
 
 
-def add_reading(parser: argparse.ArgumentParser) -> None:
-    """--threads and --memory."""
+def add_reading(parser: argparse.ArgumentParser, *, processes: bool = True) -> None:
+    """--threads, --memory, and of a tool that copies of the process may share, --processes."""
     parser.add_argument("--threads", type=count, metavar="N", default=THREADS, help="(default: %(default)s)")
     parser.add_argument(
         "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
     )
-
-
-def add_processes(parser: argparse.ArgumentParser) -> None:
-    """--processes."""
-    parser.add_argument(
-        "--processes",
-        type=count,
-        metavar="N",
-        help="for what is large (default: as many as cores; 1 for each of several ranks)",
-    )
+    if processes:
+        told = "for what is large (default: as many as cores; 1 for each of several ranks)"
+        parser.add_argument("--processes", type=count, metavar="N", help=told)
 
 
 def add_command(
@@ -166,23 +159,17 @@ def _read_enough() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def add_trust(parser: argparse.ArgumentParser) -> None:
-    """--trust."""
+def add_trust(parser: argparse.ArgumentParser, *, rules: bool = True) -> None:
+    """--trust, and of a tool that reads tensors, --rules."""
+    if rules:
+        told = "JSON: how tensor-parallel ranks have cut parameters, where DeepSpeed's files do not say it"
+        parser.add_argument("--rules", metavar="FILE", help=told)
     parser.add_argument(
         "--trust",
         action="append",
         default=[],
         metavar="CLASS",
         help="a class that its pickles may name, as module.Class; may be given again",
-    )
-
-
-def add_rules(parser: argparse.ArgumentParser) -> None:
-    """--rules."""
-    parser.add_argument(
-        "--rules",
-        metavar="FILE",
-        help="JSON: how tensor-parallel ranks have cut parameters, where DeepSpeed's files do not say it",
     )
 
 

@@ -8,16 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import (
-    add_command,
-    add_json,
-    add_processes,
-    add_reading,
-    add_rules,
-    add_trust,
-    reading,
-    show,
-)
+from ds_reshard.cli.arguments import add_command, add_json, add_reading, add_trust, reading, show
 from ds_reshard.cli.render import bar, line, printable, put, render_faults, size, table
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations import diff
@@ -38,8 +29,6 @@ def add_diff(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     parser.add_argument("--tag-b", metavar="TAG", help="the tag of B")
     parser.add_argument("--tensors", action="store_true", help="list every tensor, the equal ones too")
     add_reading(parser)
-    add_processes(parser)
-    add_rules(parser)
     add_trust(parser)
     add_json(parser, run, shared=True)
 

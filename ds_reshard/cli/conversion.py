@@ -11,9 +11,7 @@ from ds_reshard.cli.arguments import (
     add_checkpoint,
     add_command,
     add_json,
-    add_processes,
     add_reading,
-    add_rules,
     add_target,
     add_trust,
     processes,
@@ -39,7 +37,6 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     )
     add_target(parser)
     add_reading(parser)
-    add_processes(parser)
     parser.add_argument(
         "--shard", type=shard, metavar="I/N", help="do part I of N, counted from 0; the last one finishes"
     )
@@ -48,7 +45,6 @@ def add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--repair", action="store_true", help="put back states that Megatron-LM has saved shifted (--to megatron)"
     )
     parser.add_argument("--force", action="store_true", help="replace OUT when all of the new one is written")
-    add_rules(parser)
     add_trust(parser)
     add_json(parser, run, shared=True)
 

@@ -53,7 +53,7 @@ def frameworks() -> tuple[Framework, ...]:
     beside = [(name, name, *known) for name, known in _BESIDE.items()]
     patched = [(_name(hooks), hooks.distribution, hooks.versions, hooks.tested) for hooks in tables()]
     return tuple(
-        Framework(name=name, version=_installed(distribution), versions=versions, tested=tested)
+        Framework(name=name, version=version_of(distribution), versions=versions, tested=tested)
         for name, distribution, versions, tested in (*beside, *patched)
     )
 
@@ -63,7 +63,8 @@ def _name(hooks: HostHooks) -> str:
     return f"{hooks.distribution} ({hooks.host})" if hooks.distribution in _BESIDE else hooks.distribution
 
 
-def _installed(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Its version here; it is not imported."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

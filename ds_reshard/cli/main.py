@@ -12,7 +12,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import NoReturn
 
 from ds_reshard import __version__
@@ -22,9 +21,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_device,
     add_json,
-    add_processes,
     add_reading,
-    add_rules,
     add_trust,
     reading,
     show,
@@ -75,7 +72,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(look)
     look.add_argument("--all", action="store_true", help="list every parameter and file")
-    add_rules(look)
     add_trust(look)
     add_json(look, _inspect)
 
@@ -84,9 +80,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_checkpoint(prints)
     add_reading(prints)
-    add_processes(prints)
     add_device(prints)
-    add_rules(prints)
     add_trust(prints)
     add_json(prints, _fingerprint, shared=True)
 
@@ -102,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
     lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
     lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
     lr.add_argument("--png", metavar="FILE", help="write a picture")
-    add_trust(lr)
+    add_trust(lr, rules=False)
     add_json(lr, _lr)
 
     add_convert(commands)
@@ -208,7 +202,7 @@ def _lr(arguments: argparse.Namespace) -> int:
         flags=arguments.flags,
         tag=arguments.tag,
         steps=arguments.steps,
-        version=_deepspeed_version(),
+        version=doctor.version_of("deepspeed"),
     )
     if arguments.png is not None:
         draw(coming, arguments.png)
@@ -222,11 +216,3 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
     show(arguments, lambda: doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
     return FINDING if doctor.wrong(found, findings) else OK
-
-
-def _deepspeed_version() -> str | None:
-    """The DeepSpeed that is installed here, which is not imported."""
-    try:
-        return metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return None

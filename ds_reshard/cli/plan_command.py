@@ -7,7 +7,6 @@ import html
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.arguments import (
@@ -15,7 +14,6 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_json,
     add_reading,
-    add_rules,
     add_target,
     add_trust,
     bandwidth,
@@ -24,7 +22,7 @@ from ds_reshard.cli.arguments import (
     show,
     target,
 )
-from ds_reshard.cli.render import line, printable, put, size
+from ds_reshard.cli.render import line, printable, put, size, table
 from ds_reshard.errors import WriteFailed
 from ds_reshard.model.reports import ConversionPlan
 from ds_reshard.model.target import RunSizes
@@ -155,7 +153,7 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         default=1.0,
         help="gigabytes a second that the disk reads or writes (default: %(default)s)",
     )
-    add_reading(parser)
+    add_reading(parser, processes=False)
     parser.add_argument(
         "--shard",
         type=shard,
@@ -164,7 +162,6 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         help="plan part I of N, counted from 0, as convert would write it; opens that part's files alone",
     )
     parser.add_argument("--html", metavar="FILE", help="draw which source file feeds which target rank")
-    add_rules(parser)
     add_trust(parser)
     add_json(parser, run)
 
@@ -195,14 +192,13 @@ def render_plan(made: ConversionPlan, console: Console) -> None:
     number, shards = made.shard
     part = f": part {number} of {shards}" if shards > 1 else ""
     title = f"From {printable(made.folder)} ({_sized(made.saved)}) to {made.to}, {_sized(made.coming)}{part}"
-    table = Table(title=title, title_justify="left")
-    for heading in ("target", "files", "written", "source files", "read"):
-        table.add_column(heading, overflow="fold", justify="left" if heading in ("target", "files") else "right")
+    numbers = ("written", "source files", "read")
+    rows = table(title, "target", "files", *numbers, right=numbers)
     for unit in made.units[:_ROWS]:
         files = unit.files[0] + (f" and {len(unit.files) - 1} more" if len(unit.files) > 1 else "")
-        numbers = (size(unit.bytes_written), str(len(unit.reads)), size(unit.bytes_read))
-        table.add_row(unit.name, Text(printable(files)), *numbers)
-    put(console, table)
+        told = (size(unit.bytes_written), str(len(unit.reads)), size(unit.bytes_read))
+        rows.add_row(unit.name, Text(printable(files)), *told)
+    put(console, rows)
     if len(made.units) > _ROWS:
         console.print(Text(f"and {len(made.units) - _ROWS} more: --json shows them", style="dim"))
     line(

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ds_reshard.cli.arguments import add_checkpoint, add_command, add_json, add_trust, bandwidth, count, show
 from ds_reshard.cli.render import line, printable, put, render_lines, size, table
-from ds_reshard.errors import ConfigError, Fault, ReshardError, faults_of
+from ds_reshard.errors import ConfigError, ReshardError, faults_of
 from ds_reshard.operations import coming_run, read_config
 from ds_reshard.operations.forecast import Forecast, with_folder
 from ds_reshard.resume import policy_sources
@@ -51,7 +51,7 @@ def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         default=1.0,
         help="gigabytes a second that a node reads (default: %(default)s)",
     )
-    add_trust(parser)
+    add_trust(parser, rules=False)
     add_json(parser, run)
 
 
@@ -170,11 +170,7 @@ def _rates(arguments: argparse.Namespace) -> tuple[ComingRun | None, tuple[str, 
     try:
         return coming_run(arguments.checkpoint, arguments.config, flags=flags, tag=arguments.tag, steps=_STEPS), ()
     except ReshardError as error:
-        return None, (f"learning rates are not foreseen: {_first(faults_of(error))}",)
-
-
-def _first(faults: Sequence[Fault]) -> str:
-    return faults[0].line()
+        return None, (f"learning rates are not foreseen: {faults_of(error)[0].line()}",)
 
 
 def render_forecast(made: Forecast, console: Console) -> None:

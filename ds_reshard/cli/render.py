@@ -161,11 +161,11 @@ def render_lines(faults: Sequence[Fault], console: Console, *, told: int = 0) ->
             line(console, f"  to mend: {fault.mend}")
 
 
-def table(title: str, *headings: str, **how: Any) -> Table:
-    """A table of which long cells are folded."""
+def table(title: str, *headings: str, right: Sequence[str] = (), **how: Any) -> Table:
+    """A table of which long cells are folded; numbers below the headings `right` stand at the right."""
     made = Table(title=title, title_justify="left", **how)
     for heading in headings:
-        made.add_column(heading, overflow="fold")
+        made.add_column(heading, overflow="fold", justify="right" if heading in right else "left")
     return made
 
 
@@ -218,9 +218,8 @@ def _summary(inspection: Inspection) -> Table:
 
 
 def _group_table(groups: Sequence[GroupEntry]) -> Table:
-    made = Table(title="Param groups", title_justify="left")
-    for heading in ("group", "members", "elements", "hyper-parameters"):
-        made.add_column(heading, overflow="fold", justify="left" if heading == "hyper-parameters" else "right")
+    counts = ("group", "members", "elements")
+    made = table("Param groups", *counts, "hyper-parameters", right=counts)
     for group in groups:
         hyper = group.hyperparameters
         said = "not saved" if hyper is None else ", ".join(f"{name}={value}" for name, value in hyper.items())
@@ -240,8 +239,7 @@ def _parameter_table(parameters: Sequence[ParameterEntry]) -> Table:
 
 
 def _file_table(files: Sequence[FileEntry]) -> Table:
-    made = table("Files", "name", "role")
-    made.add_column("size", justify="right")
+    made = table("Files", "name", "role", "size", right=("size",))
     for file in files:
         made.add_row(Text(printable(file.name)), file.role, size(file.nbytes))
     return made

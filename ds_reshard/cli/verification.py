@@ -14,9 +14,7 @@ from ds_reshard.cli.arguments import (
     add_command,
     add_device,
     add_json,
-    add_processes,
     add_reading,
-    add_rules,
     add_trust,
     reading,
     show,
@@ -42,9 +40,7 @@ def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--pickles", action="store_true", help="only search all pickles below CKPT for what acts when they are loaded"
     )
     add_reading(parser)
-    add_processes(parser)
     add_device(parser)
-    add_rules(parser)
     add_trust(parser)
     add_json(parser, run, shared=True)
 

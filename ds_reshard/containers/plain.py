@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import isfinite, prod
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.model.facts import ScalarTensor, number_of
 from ds_reshard.model.records import GlobalName, ObjectRecord, TensorRecord
+from ds_reshard.model.reports import GroupEntry
 
 _SHOWN_ITEMS = 64
 
@@ -22,7 +23,7 @@ def plain(value: object, scalars: Scalars, depth: int = 3) -> object:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
+        return value if isfinite(value) else str(value)
     if isinstance(value, TensorRecord):
         value = scalars.get(value, value)
     if isinstance(value, ScalarTensor | TensorRecord):
@@ -38,6 +39,19 @@ def plain(value: object, scalars: Scalars, depth: int = 3) -> object:
     if isinstance(value, list | tuple):
         return [plain(item, scalars, depth - 1) for item in value]
     return f"a {type(value).__name__}"
+
+
+def group_entries(
+    groups: Iterable[tuple[Sequence[str], Mapping[str, object]]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[GroupEntry, ...]:
+    """Param groups by their members and hyper-parameters, as they are told; `shapes` are those of parameters."""
+    made = []
+    for number, (members, hyperparameters) in enumerate(groups):
+        known = [prod(shapes[name]) for name in members if name in shapes]
+        numel = sum(known) if len(known) == len(members) else None
+        told = {name: plain(value, {}) for name, value in hyperparameters.items()}
+        made.append(GroupEntry(number=number, members=len(members), numel=numel, hyperparameters=told))
+    return tuple(made)
 
 
 def _number(value: ScalarTensor | TensorRecord) -> object:

@@ -213,17 +213,17 @@ class Format:
 
     `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens them
     (without scalar states of ranks other than steps where its second argument is False). `describe` says all that they
-    tell, given a function that counts the bytes read, where a format knows more than a Checkpoint does; `survey`
-    collects what is wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises
-    the faults that it is given with its own. `sized` are those that take a data-parallel size.
-    `in_parts` is true where a part of a conversion needs only its shards. `latest` are the files that name the last of
-    several checkpoints, each with the folder that is meant by what it says.
+    tell, where a format knows more than a Checkpoint does; `survey` collects what is wrong. `writes` has, by the name
+    that `--to` takes, what makes a target of any content; it raises the faults that it is given with its own. `sized`
+    are those that take a data-parallel size. `in_parts` is true where a part of a conversion needs only its shards.
+    `latest` are the files that name the last of several checkpoints, each with the folder that is meant by what it
+    says.
     """
 
     name: str
     list: Callable[[str], Listing | None]
     open: Opener
-    describe: Callable[[Listing, Callable[[], int | None]], Inspection] | None = None
+    describe: Callable[[Listing], Inspection] | None = None
     survey: Callable[[Listing], Surveyed] = lambda listing: Surveyed()
     writes: Mapping[str, Writer] = field(default_factory=dict)
     sized: frozenset[str] = frozenset()
@@ -254,7 +254,7 @@ class SavedState(ABC):
 
     @abstractmethod
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """As a ShardSource gives them."""
+        """The tensors of one shard, by the names of their buffers in the layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -429,23 +429,3 @@ def _buffers(weights: Mapping[str, Held]) -> Iterator[str]:
         counted = f"{layer}.num_batches_tracked" in weights
         if not held.dtype.label.startswith(("float", "bfloat", "complex")) or (counted and leaf in _RUNNING):
             yield name
-
-
-def folder_format(
-    name: str,
-    known: Callable[[str], bool],
-    files: Callable[[str], SavedListing],
-    state: Callable[[str], SavedState],
-    *,
-    opened: type[SavedCheckpoint] = SavedCheckpoint,
-    writes: Mapping[str, Writer],
-    sized: frozenset[str] = frozenset(),
-) -> Format:
-    """The format of such folders: how one is known, listed and opened, and what it writes."""
-    return Format(
-        name=name,
-        list=lambda folder: files(folder) if known(folder) else None,
-        open=lambda listing, states: opened(state(listing.folder), listing.nbytes),
-        writes=writes,
-        sized=sized,
-    )

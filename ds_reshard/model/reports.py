@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
+from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.target import RunSizes
 
 if TYPE_CHECKING:
@@ -33,6 +35,21 @@ class StateEntry:
     kind: str
     dtypes: tuple[str, ...]
     scalar: bool
+
+
+def states_of(
+    tensors: Iterable[tuple[str, ElementType]], scalars: Iterable[Mapping[str, Scalar]]
+) -> tuple[StateEntry, ...]:
+    """Of the kind and type of each tensor that is a state, and the single values of each parameter by kind."""
+    found: dict[tuple[str, bool], set[str]] = {}
+    for kind, dtype in tensors:
+        found.setdefault((kind, False), set()).add(dtype.label)
+    for kind, value in (pair for values in scalars for pair in values.items()):
+        label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+        found.setdefault((kind, True), set()).add(label)
+    return tuple(
+        StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar) for (kind, scalar), labels in found.items()
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,11 +100,11 @@ class Arrangement:
     `buffers` counts the flat buffers of a rank (param groups, or sub-groups at stage 3).
     """
 
-    buffers: int | None
-    round_robin: bool | None
-    alignment_gaps: bool | None
-    elastic: bool | None
-    offloaded_to: str | None
+    buffers: int | None = None
+    round_robin: bool | None = None
+    alignment_gaps: bool | None = None
+    elastic: bool | None = None
+    offloaded_to: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,19 +119,19 @@ class Inspection:
     format: str
     folder: str
     tag: str
-    version: str | None
-    stage: int | None
-    wrapper: str | None
-    dp: int | None
-    optimizer: str | None
+    version: str | None = None
+    stage: int | None = None
+    wrapper: str | None = None
+    dp: int | None = None
+    optimizer: str | None = None
     states: tuple[StateEntry, ...]
     groups: tuple[GroupEntry, ...]
     steps: Steps
-    arrangement: Arrangement
+    arrangement: Arrangement = field(default_factory=Arrangement)
     parameters: tuple[ParameterEntry, ...]
     files: tuple[FileEntry, ...]
     faults: tuple[Fault, ...]
-    bytes_read: int | None
+    bytes_read: int | None = None
     writer: str = "DeepSpeed"
     tp: int | None = None
     pp: int | None = None

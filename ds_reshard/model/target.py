@@ -61,8 +61,8 @@ class Target:
     layout: Layout
     wants: Mapping[TensorKey, TensorKey]
     units: Sequence[Unit]
-    folder: str
-    pointers: Mapping[str, str]
+    folder: str = ""
+    pointers: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     basis: Mapping[str, str] = field(default_factory=dict)
     sizes: RunSizes | None = None

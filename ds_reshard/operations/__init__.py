@@ -65,7 +65,7 @@ def inspect(path: str, *, tag: str | None = None) -> Inspection:
     before = _bytes_asked_for()
     with in_force(PickleRules(rules_in_force().trusted)):
         found = find_listing(os.fspath(path), tag)
-        made = describe(found, bytes_read=lambda: _since(before))
+        made = replace(describe(found), bytes_read=_since(before))
         scanned = scan_files(siblings(os.fspath(path), found.folder))
     faults = (*made.faults, *untold(scanned.faults, made.faults))
     return replace(made, faults=faults, pickles=scanned.pickles, pickles_unread=scanned.unread)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ds_reshard.containers import folders
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.containers.zip_directory import frame_faults
@@ -35,11 +34,6 @@ class CheckedFile:
     members: dict[Record, str] = field(default_factory=dict)
     between: list[Record] = field(default_factory=list)
     faults: list[Fault] = field(default_factory=list)
-
-
-def list_files(folder: str) -> list[str]:
-    """Every regular file below a folder, by its path from there, sorted."""
-    return list(folders.files_below(folder))
 
 
 def open_file(folder: str, name: str, archives: Sequence[tuple[int, int]] | None = None) -> CheckedFile:

@@ -13,7 +13,7 @@ import torch
 from ds_reshard.containers.plain import read_scalars, single_elements
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.checksums import Ledger
-from ds_reshard.execution.deviation import Deviation
+from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
@@ -80,8 +80,6 @@ def _merged(sides: tuple[Checkpoint, Checkpoint], pairs: _Pairs, keys: Sequence[
 
     Of those that are not too large to be looked at as a whole.
     """
-    from ds_reshard.execution.deviation import same_bits
-
     for key in keys:
         at = pairs.compared[key]
         rows = tuple(logical(side.index, one) for side, one in zip(sides, at, strict=True))

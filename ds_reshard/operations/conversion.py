@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.remote import PART_NBYTES, is_url
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, error_of, raise_faults
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
@@ -172,21 +172,15 @@ class _Work:
         self._options = options
         if self._sends:  # what is sent has the other half
             self._options = replace(options, memory_nbytes=options.memory_nbytes // 2)
+        self._subject = f"converting {source.folder}"
         self._ranks = options.ranks and world_size() > 1
+        self._is_first = not self._ranks or rank() == 0
         self._beat = heartbeat() if self._ranks else None
         self._progress: Progress | None = None
         self._tell: Callable[[_Done], None] = self.add
         self._lock = threading.Lock()
         self._stopping = self._beat.failed if self._beat is not None else threading.Event()
         self._synced: list[Future[None]] = []
-
-    @property
-    def _subject(self) -> str:
-        return f"converting {self._source.folder}"
-
-    @property
-    def _is_first(self) -> bool:
-        return not self._ranks or rank() == 0
 
     def of_all(self, work: Callable[[], T]) -> list[T]:
         """What `work` gives on each rank, in order, on every rank; what one raises all do."""
@@ -209,7 +203,7 @@ class _Work:
             mend = "let the save end, and put it where every rank reads it under this path"
             found = f"other sizes or times on rank {', '.join(others)}"
             fault = CheckpointDamaged.fault(self._source.folder, what, "the files of rank 0", found, mend=mend)
-            raise_faults([fault], subject=self._subject)
+            raise error_of([fault], subject=self._subject)
         left, (number, shards) = set(begun[0].left), self._options.shard
         units = [unit for unit in self._target.units[number::shards] if unit.name in left and not self._is_last(unit)]
         self._total = sum(self._sizes[unit.name] for unit in units)
@@ -312,10 +306,7 @@ class _Work:
         pending, faults = settle(partial_sums(outcome))
         raise_faults(faults, subject=self._subject)
         files = {name: {"nbytes": file.nbytes, "crc32": f"{file.finish():08x}"} for name, file in made.items()}
-        prints = [
-            [key.name, key.kind, key.copy, found.value, found.nbytes]
-            for key, found in ((key, witness.sums[key]) for key in witness.sums)
-        ]
+        prints = [[*key, witness.sums[key].value, witness.sums[key].nbytes] for key in witness.sums]
         sums = [asdict(item) for item in pending]
         known = {"files": files, "family": unit.family, "sums": sums, "tensors": prints}
         paths = {name: file.path for name, file in made.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_reshard.errors import ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ReadFailed, UnsupportedLayout, error_of
 from ds_reshard.formats.dcp.door import DCP
 from ds_reshard.formats.fsdp.door import FSDP
 from ds_reshard.formats.megatron.door import MEGATRON
@@ -30,5 +30,5 @@ def format_of(folder: str) -> tuple[Format, Listing] | None:
         names = " and ".join(one.name for one, _ in found)
         mend = "move the files of one of them into a folder of their own"
         fault = UnsupportedLayout.fault(folder, "holds the files of several formats", "one", names, mend=mend)
-        raise_faults([fault], subject=f"checkpoint {folder}")
+        raise error_of([fault], subject=f"checkpoint {folder}")
     return found[0] if found else None

@@ -2,47 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from collections.abc import Iterator, Mapping
 
-from ds_reshard.containers.plain import plain
+from ds_reshard.containers.plain import group_entries, plain
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.content import SAMPLES, STEPS
-from ds_reshard.model.facts import GroupFacts, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
+from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
 @uncollected()
-def describe(found: Found, *, bytes_read: Callable[[], int | None]) -> Inspection:
+def describe(found: Found) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
     open_ahead(found)
     listing = found.listing
     if found.format.describe is not None:
-        return found.format.describe(listing, bytes_read)
+        return found.format.describe(listing)
     state, faults = _opened(found)
     groups = state.facts.groups if state is not None and state.facts is not None else ()
+    scalars = state.facts.scalars if state is not None and state.facts is not None else {}
+    placements = state.layout.placements if state is not None else {}
+    tensors = [(key.kind, place.dtype) for key, place in placements.items() if key.kind != "weight"]
+    shapes = {key.name: place.shape for key, place in placements.items() if key.kind == "weight"}
     files = listing.files if isinstance(listing, SavedListing) else {}
     return Inspection(
         format=listing.format if isinstance(listing, SavedListing) else found.format.name,
         writer=listing.writer if isinstance(listing, SavedListing) else found.format.name,
         folder=listing.folder,
         tag=listing.tag,
-        version=None,
-        stage=None,
-        wrapper=None,
         dp=state.ranks if state is not None else None,
-        optimizer=None,
-        states=tuple(_states(state)) if state is not None else (),
-        groups=tuple(_groups(groups, _shapes(state))) if state is not None else (),
-        steps=_steps(state),
-        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
+        states=states_of(tensors, scalars.values()),
+        groups=group_entries(((group.members, group.hyperparameters or {}) for group in groups), shapes),
+        steps=_steps(state, scalars),
         parameters=tuple(_parameters(state, groups)) if state is not None else (),
         files=tuple(FileEntry(name=name, nbytes=file.nbytes, role=file.role) for name, file in files.items()),
         faults=tuple(faults),
-        bytes_read=bytes_read(),
         tp=state.tp if state is not None else None,
         pp=state.pp if state is not None else None,
         ep=state.ep if state is not None else None,
@@ -63,36 +60,7 @@ def _opened(found: Found) -> tuple[Checkpoint | None, list[Fault]]:
     return checkpoint, []
 
 
-def _shapes(state: Checkpoint) -> dict[str, tuple[int, ...]]:
-    return {key.name: place.shape for key, place in state.layout.placements.items() if key.kind == "weight"}
-
-
-def _states(state: Checkpoint) -> Iterator[StateEntry]:
-    found: dict[tuple[str, bool], set[str]] = {}
-    for key, placement in state.layout.placements.items():
-        if key.kind != "weight":
-            found.setdefault((key.kind, False), set()).add(placement.dtype.label)
-    for scalars in state.facts.scalars.values() if state.facts is not None else ():
-        for kind, value in scalars.items():
-            label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-            found.setdefault((kind, True), set()).add(label)
-    for (kind, scalar), labels in found.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
-
-
-def _groups(groups: tuple[GroupFacts, ...], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[GroupEntry]:
-    for number, group in enumerate(groups):
-        known = [shapes[name] for name in group.members if name in shapes]
-        yield GroupEntry(
-            number=number,
-            members=len(group.members),
-            numel=sum(map(prod, known)) if len(known) == len(group.members) else None,
-            hyperparameters={name: plain(value, {}) for name, value in (group.hyperparameters or {}).items()},
-        )
-
-
-def _steps(state: Checkpoint | None) -> Steps:
-    scalars = state.facts.scalars if state is not None and state.facts is not None else {}
+def _steps(state: Checkpoint | None, scalars: Mapping[str, Mapping[str, Scalar]]) -> Steps:
     said = dict.fromkeys(plain(kinds["step"], {}) for kinds in scalars.values() if "step" in kinds)
     numbers = (int(step) if isinstance(step, float) and step.is_integer() else step for step in said)
     steps, samples = (state.objects.get((name,)) if state is not None else None for name in (STEPS, SAMPLES))

@@ -8,8 +8,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
+from typing import TypeGuard
 
-from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch, error_of, raise_faults
 from ds_reshard.model.content import Content, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 
@@ -181,16 +182,14 @@ def read_name_map(path: str) -> NameMap:
         with open(path, encoding="utf-8") as file:
             pairs = json.load(file, object_pairs_hook=_Pairs)
     except OSError as error:
-        raise_faults([_unreadable(path, f"cannot be read: {error.strerror}")], subject="--names")
-        raise
+        raise error_of([_unreadable(path, f"cannot be read: {error.strerror}")], subject="--names") from error
     except (ValueError, RecursionError) as error:
-        raise_faults([_unreadable(path, f"is not JSON: {error}")], subject="--names")
-        raise
+        raise error_of([_unreadable(path, f"is not JSON: {error}")], subject="--names") from error
     if not isinstance(pairs, _Pairs):
-        raise_faults([_unreadable(path, "holds no object")], subject="--names")
+        raise error_of([_unreadable(path, "holds no object")], subject="--names")
     faults, names = [], {}
     for name, value in pairs:
-        others = [value] if isinstance(value, str) else value
+        others: object = [value] if isinstance(value, str) else value
         if name in names:
             faults.append(_unreadable(path, f"{name!r} is given twice"))
         if not _are_names(others):
@@ -208,7 +207,7 @@ class _Pairs(list[tuple[str, object]]):
     """A JSON object with keys that may be there twice."""
 
 
-def _are_names(value: object) -> bool:
+def _are_names(value: object) -> TypeGuard[list[str]]:
     if not isinstance(value, list) or isinstance(value, _Pairs) or not value:
         return False
     return all(isinstance(name, str) and name for name in value) and len(set(value)) == len(value)

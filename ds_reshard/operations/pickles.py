@@ -41,22 +41,15 @@ def scan_pickles(path: str) -> PickleScan:
         files=len(paths),
         pickles=found.pickles,
         unread=found.unread + len(faults),
-        faults=tuple(_sorted([*faults, *found.faults])),
+        faults=tuple(sorted({*faults, *found.faults}, key=lambda fault: (fault.where, fault.what))),
     )
 
 
 def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
     """Every regular file below a folder, sorted, links followed once; what cannot be listed is a fault."""
-
     if is_url(folder):
         yield from (f"{without_end(folder)}/{name}" for name in folders.files_below(folder))
         return
-
-    def unlisted(error: OSError) -> None:
-        what = f"cannot be listed: {error.strerror or error}"
-        mend = "check the file system and its permissions"
-        faults.append(ReadFailed.fault(str(error.filename), what, mend=mend))
-
     seen: set[tuple[int, int]] = set()
     waiting = [folder]  # not os.walk, which calls itself for each folder in a folder before Python 3.12
     while waiting:
@@ -71,7 +64,9 @@ def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
             waiting += [entry.path for entry in reversed(found) if entry.is_dir()]
             yield from [entry.path for entry in found if entry.is_file()]
         except OSError as error:
-            unlisted(error)
+            what = f"cannot be listed: {error.strerror or error}"
+            mend = "check the file system and its permissions"
+            faults.append(ReadFailed.fault(str(error.filename), what, mend=mend))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,10 +138,6 @@ def siblings(path: str, folder: str) -> list[str]:
     return list(dict.fromkeys([*walk(folder, faults), *beside]))
 
 
-def _sorted(faults: Iterable[Fault]) -> list[Fault]:
-    return sorted(set(faults), key=lambda fault: (fault.where, fault.what))
-
-
 # -- before a framework loads ------------------------------------------------------------------------------------------
 
 _SCANNED: ContextVar[tuple[str, ...]] = ContextVar("folders whose pickles were scanned", default=())
@@ -168,6 +159,7 @@ Files = Callable[[list[Fault]], Iterable[str]]
 
 def refuse_unsafe_folder(
     folder: str,
+    files: Files | None = None,
     *,
     trust: Iterable[str] = (),
     group: ProcessGroup | None = None,
@@ -175,29 +167,7 @@ def refuse_unsafe_folder(
     objects: str = "",
     unread: str = "",
 ) -> None:
-    """`refuse_unsafe` of every file below a folder. Collective, unless `alone`."""
-    refuse_unsafe(
-        lambda faults: walk(folder, faults),
-        trust=trust,
-        subject=f"loading {folder}",
-        group=group,
-        alone=alone,
-        objects=objects,
-        unread=unread,
-    )
-
-
-def refuse_unsafe(
-    files: Files,
-    *,
-    trust: Iterable[str] = (),
-    subject: str,
-    group: ProcessGroup | None = None,
-    alone: bool = False,
-    objects: str = "",
-    unread: str = "",
-) -> None:
-    """Raise UnsafePickle on every rank where pickles of these files act when a framework loads them.
+    """Raise UnsafePickle on every rank where pickles of these files, else of all below a folder, act when loaded.
 
     Collective, unless a rank loads `alone`. `trust` are classes that may be named, beside those of
     DS_RESHARD_SETTINGS; `objects` is how the names begin of those objects of torch.distributed.checkpoint that are
@@ -206,11 +176,17 @@ def refuse_unsafe(
     a pickle where one must be is refused too: the framework might read it.
     """
     faults: list[Fault] = []
+    subject = f"loading {folder}"
+
+    def unscanned() -> Iterator[str]:
+        paths = walk(folder, faults) if files is None else files(faults)
+        return (path for path in paths if not os.path.abspath(path).startswith(_SCANNED.get()))
+
     if alone:
-        faults += _scan(_unpickled(_unscanned(files(faults)), objects, faults), trust, unread)
+        faults += _scan(_unpickled(unscanned(), objects, faults), trust, unread)
         raise_faults(faults, subject=subject)
         return
-    listed, more, cause = attempt(lambda: list(_unscanned(files(faults))))
+    listed, more, cause = attempt(lambda: list(unscanned()))
     faults += more
     digest, _, _ = attempt(lambda: _digest(listed or []))
     seen = gather((_machine(), digest or b""), group)
@@ -226,10 +202,6 @@ def refuse_unsafe(
     chosen = (mine or [])[sharing.index(rank(group)) :: len(sharing)]
     found, more, failed = attempt(lambda: _scan(chosen, trust, unread))
     agree([*faults, *(found or []), *more], subject=subject, cause=cause or failed, group=group)
-
-
-def _unscanned(paths: Iterable[str]) -> Iterator[str]:
-    return (path for path in paths if not os.path.abspath(path).startswith(_SCANNED.get()))
 
 
 def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: str) -> list[Fault]:

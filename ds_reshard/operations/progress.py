@@ -10,9 +10,9 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.operations.ranks import rank, world_size
@@ -21,6 +21,8 @@ from ds_reshard.planning.plan import Plan
 from ds_reshard.resume.report import say
 
 if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
     from ds_reshard.execution.buffers import TensorTarget
 
 QUIET_S = 5.0
@@ -29,23 +31,12 @@ _RANKS_A_SECOND = 500
 _NUMBER = itertools.count()
 
 
-class Counter(Protocol):
-    """A store of torch.distributed."""
-
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-@contextmanager
-def showing(subject: str) -> Iterator[Progress]:
+def showing(subject: str) -> closing[Progress]:
     """While inside, what `execute` reads is shown, until all ranks have read: leave it after they have agreed.
 
     Every rank takes it in the same order.
     """
-    progress = Progress(subject, f"ds_reshard/progress/{next(_NUMBER)}")
-    try:
-        yield progress
-    finally:
-        progress.end()
+    return closing(Progress(subject, f"ds_reshard/progress/{next(_NUMBER)}"))
 
 
 class Progress:
@@ -54,7 +45,7 @@ class Progress:
     def __init__(self, subject: str, key: str) -> None:
         self._subject, self._key = subject, key
         self._told = self._total = 0
-        self._store: Counter | None = None
+        self._store: Store | None = None
         self._started = time.monotonic()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -67,7 +58,7 @@ class Progress:
             self._thread.start()
         return executor.execute(plan, targets)
 
-    def end(self) -> None:
+    def close(self) -> None:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)  # a store whose server has gone does not hold up the load
@@ -119,14 +110,13 @@ def _rewrite(text: str) -> None:
     sys.stderr.flush()
 
 
-def _store() -> Counter | None:
+def _store() -> Store | None:
     """The store by which the process group met; None where there is no group, or its store cannot be had."""
     import torch.distributed as dist
 
     if world_size() == 1:
         return None
     try:
-        store: Counter = dist.distributed_c10d._get_default_store()
+        return dist.distributed_c10d._get_default_store()
     except (AttributeError, RuntimeError, ValueError):
         return None
-    return store

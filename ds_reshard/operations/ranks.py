@@ -20,6 +20,7 @@ from ds_reshard.errors import (
     RankLost,
     ReshardError,
     as_faults,
+    error_of,
     raise_faults,
 )
 from ds_reshard.execution.checksums import SEEN_BY_ALL, PartialSum, combine, partial_sums, read_again, settle
@@ -73,7 +74,7 @@ def within(seconds: int | None) -> Iterator[None]:
         where, what = "timeout_s", "the timeout of a process group cannot be set here"
         found = f"torch {torch.__version__}, {', '.join(sorted({type(one).__name__ for one in backends}))}"
         mend = "leave it out, and give torch.distributed.init_process_group a timeout"
-        raise_faults([ConfigError.fault(where, what, "groups of gloo or NCCL", found, mend=mend)], subject="timeout_s")
+        raise error_of([ConfigError.fault(where, what, "groups of gloo or NCCL", found, mend=mend)], subject=where)
     before = [(one, one.options._timeout) for one in backends]
     try:
         for one, _ in before:

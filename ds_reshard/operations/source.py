@@ -17,6 +17,7 @@ from ds_reshard.errors import (
     ReadFailed,
     ReshardError,
     UnsupportedLayout,
+    error_of,
     faults_of,
     raise_faults,
 )
@@ -131,7 +132,7 @@ def refuse_unfinished(folder: str) -> None:
     if is_url(folder) and folders.is_file(f"{folder}/{UNFINISHED}"):
         what = "is a part of a checkpoint: its files are being sent, or the sending was interrupted"
         mend = "wait for the conversion that writes it, or run that again with --resume"
-        raise_faults([CheckpointDamaged.fault(folder, what, mend=mend)], subject="reading a checkpoint")
+        raise error_of([CheckpointDamaged.fault(folder, what, mend=mend)], subject="reading a checkpoint")
 
 
 def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:

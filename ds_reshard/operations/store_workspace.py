@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ds_reshard.containers import folders, remote
 from ds_reshard.containers.ranges import AT_ONCE
 from ds_reshard.containers.remote import UNFINISHED
-from ds_reshard.errors import ConfigError, ReshardError, WriteFailed, raise_faults
+from ds_reshard.errors import ConfigError, ReshardError, WriteFailed, error_of, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.operations.workspace import (
     CONVERSION,
@@ -34,7 +34,6 @@ from ds_reshard.operations.workspace import (
     known_in,
     lock_name,
     manifest_text,
-    noted_text,
     parsed,
 )
 
@@ -72,7 +71,7 @@ class StoreWorkspace(Workspace):
             if strange := sorted(there.keys() - ours):
                 what = f"is there already: {', '.join(strange[:4])}"
                 mend = "name another URL, or remove it: nothing is replaced in a store"
-                raise_faults([ConfigError.fault(self.target, what, mend=mend)], subject="converting")
+                raise error_of([ConfigError.fault(self.target, what, mend=mend)], subject="converting")
             with self._lock(part):
                 if not kept:
                     self._begin_anew(state, ours & there.keys())
@@ -105,7 +104,7 @@ class StoreWorkspace(Workspace):
         if free < nbytes:
             what = f"has {free} bytes free, and files are made there before they are sent: of {nbytes} bytes together"
             mend = "free space there, or export TMPDIR=a folder elsewhere"
-            raise_faults([ConfigError.fault(within, what, mend=mend)], subject="converting")
+            raise error_of([ConfigError.fault(within, what, mend=mend)], subject="converting")
         return free // max(1, nbytes)
 
     def is_done(self) -> bool:
@@ -195,7 +194,7 @@ class StoreWorkspace(Workspace):
     def _refuse_lost(self) -> None:
         if self._lost.is_set():
             what, mend = "another process has taken it over while this one did not answer", "let that one end"
-            raise_faults([WriteFailed.fault(self.folder, what, mend=mend)], subject="converting")
+            raise error_of([WriteFailed.fault(self.folder, what, mend=mend)], subject="converting")
 
     # -- files and notes -----------------------------------------------------------------------------------------------
 
@@ -216,7 +215,7 @@ class StoreWorkspace(Workspace):
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         self._refuse_lost()
-        disk.put(f"{self.folder}/{_DONE}/{unit}.json", noted_text(known))
+        disk.put(f"{self.folder}/{_DONE}/{unit}.json", manifest_text(known, indent=None).encode())
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         told = self._read(f"{_DONE}/{unit}.json")
@@ -265,7 +264,7 @@ class StoreWorkspace(Workspace):
         disk.remove_below(self.target, [self._mark])
         if self._is_marked():
             what, mend = "is there still, and the store said that it is not", "run it again with --resume"
-            raise_faults([WriteFailed.fault(f"{self.target}/{self._mark}", what, mend=mend)], subject="converting")
+            raise error_of([WriteFailed.fault(f"{self.target}/{self._mark}", what, mend=mend)], subject="converting")
         folders.renew(self.target)
         self._clear()
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.containers.remote import is_url, without_end
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, ReshardError, faults_of
@@ -16,7 +17,7 @@ from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.index import Record
 from ds_reshard.model.reports import Verification
-from ds_reshard.operations.archives import CheckedFile, list_files, open_file, read_records
+from ds_reshard.operations.archives import CheckedFile, open_file, read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.proof import repeated, unproved
@@ -42,9 +43,12 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
     told = (*survey.faults, *survey.further)
     faults = [fault for fault in told if fault.error not in ("ChecksumMismatch", *UNSAFE)]
     inside = listing.archives() if isinstance(listing, SavedListing) else {}
-    files = [open_file(listing.folder, name, inside.get(name)) for name in list_files(listing.folder)]
-    manifest = _Manifest(listing.folder, files)
-    check = _Check(files=files, ledger=Ledger(), reading=reading, progress=progress, manifest=manifest)
+    files = [open_file(listing.folder, name, inside.get(name)) for name in folders.files_below(listing.folder)]
+    manifest, ledger = _Manifest(listing.folder, files), Ledger()
+    wanted: list[Record] = []  # every record, and of files that the manifest knows also what lies between
+    for file in files:
+        records = [*file.members, *(file.between if file.name in manifest.known else ())]
+        wanted += sorted(records, key=lambda record: record.byte_offset)
     notes: list[str] = []
     tensors = 0
     holders: dict[Record, list[str]] = {}
@@ -53,13 +57,14 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
         holders = _holders(source)
         notes += source.notes
         if deep:
-            tensors = check.look(source, faults, notes)
+            total = sum(record.nbytes for record in wanted)
+            tensors = _look(source, ledger, faults, notes, reading=reading, progress=progress, total=total)
     elif deep:
         notes.append("the values of the tensors were not looked at: first mend the faults of the files")
-    check.read()
+    read_records(wanted, ledger, reading, progress=progress, subject="verifying")
     scanned = scan_files(siblings(path, listing.folder))
     faults = [fault for fault in faults if fault.error not in UNSAFE]
-    faults += [*check.mismatches(holders), *manifest.faults(check.ledger)]
+    faults += [*_mismatches(files, ledger, holders), *manifest.faults(ledger)]
     for file in files:
         faults += file.faults
     faults += untold(scanned.faults, faults)
@@ -70,7 +75,7 @@ def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, pro
         unchecked=unchecked,
         tensors=tensors,
         records=sum(len(file.members) for file in files) - unchecked,
-        bytes_read=check.ledger.bytes_read,
+        bytes_read=ledger.bytes_read,
         seconds=time.monotonic() - started,
         faults=tuple(_distinct(faults)),
         notes=(*notes, *_notes(files, unchecked, manifest)),
@@ -105,71 +110,53 @@ def _holders(source: Checkpoint) -> dict[Record, list[str]]:
     return found
 
 
-@dataclass(slots=True, kw_only=True)
-class _Check:
-    """One verification under way."""
+def _look(
+    source: Checkpoint,
+    ledger: Ledger,
+    faults: list[Fault],
+    notes: list[str],
+    *,
+    reading: Reading,
+    progress: Progress | None,
+    total: int,
+) -> int:
+    """Look at the values of all tensors, as far as they can be read; how many they are."""
+    rows, device = rows_of(source), offline_device(reading.device)
+    sizes = [sum(column.nbytes for column in row.columns) for row in rows]
 
-    files: list[CheckedFile]
-    ledger: Ledger
-    reading: Reading
-    progress: Progress | None
-    manifest: _Manifest
+    def look(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
+        mine, part, found = dealt(sizes, share), Ledger(), Values(rows)
+        reader = SpanReader(part, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=total)
+        try:
+            for span in reader.read([rows[row].columns for row in mine]):
+                found.look(replace(span, row=mine[span.row]).on(device))
+        except ReshardError as error:
+            return part, found.bad, faults_of(error)
+        return part, found.bad, []
 
-    wanted: list[Record] = field(init=False)
-    total: int = field(init=False)
+    values, subject = Values(rows), f"verifying {source.folder}"
+    for read, bad, failed in in_shares(look, reading, nbytes=sum(sizes), progress=progress, subject=subject):
+        ledger.add(read)
+        values.bad |= bad
+        faults += failed
+    wrong, told = values.faults()
+    known = {fault.where for fault in faults}
+    faults += [fault for fault in wrong if fault.where not in known]
+    notes += told
+    return sum(len(row.columns) for row in rows)
 
-    def __post_init__(self) -> None:
-        """`wanted` is every record, and of files that the manifest knows also what lies between."""
-        self.wanted = []
-        for file in self.files:
-            records = [*file.members, *(file.between if file.name in self.manifest.known else ())]
-            self.wanted += sorted(records, key=lambda record: record.byte_offset)
-        self.total = sum(record.nbytes for record in self.wanted)
 
-    def look(self, source: Checkpoint, faults: list[Fault], notes: list[str]) -> int:
-        """Look at the values of all tensors, as far as they can be read; how many they are."""
-        rows, device = rows_of(source), offline_device(self.reading.device)
-        sizes = [sum(column.nbytes for column in row.columns) for row in rows]
-
-        def look(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
-            mine, ledger, found = dealt(sizes, share), Ledger(), Values(rows)
-            reader = SpanReader(
-                ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=self.total
-            )
-            try:
-                for span in reader.read([rows[row].columns for row in mine]):
-                    found.look(replace(span, row=mine[span.row]).on(device))
-            except ReshardError as error:
-                return ledger, found.bad, faults_of(error)
-            return ledger, found.bad, []
-
-        values = Values(rows)
-        for read, bad, failed in in_shares(
-            look, self.reading, nbytes=sum(sizes), progress=self.progress, subject=f"verifying {source.folder}"
-        ):
-            self.ledger.add(read)
-            values.bad |= bad
-            faults += failed
-        wrong, told = values.faults()
-        known = {fault.where for fault in faults}
-        faults += [fault for fault in wrong if fault.where not in known]
-        notes += told
-        return sum(len(row.columns) for row in rows)
-
-    def read(self) -> None:
-        read_records(self.wanted, self.ledger, self.reading, progress=self.progress, subject="verifying")
-
-    def mismatches(self, holders: dict[Record, list[str]]) -> Iterator[Fault]:
-        """Records that are not what was written, by the names of their members and what lies in them."""
-        names = {}
-        for file in self.files:
-            for record, name in file.members.items():
-                held = ", ".join(holders.get(record, [])[:3])
-                names[record.path, altered(record)] = f"record {name!r}{f' ({held})' if held else ''}"
-        yield from self.ledger.faults
-        for fault in self.ledger.mismatches():
-            name = names.get((fault.where, fault.what), "")
-            yield replace(fault, what=f"{name}: {fault.what}" if name else fault.what)
+def _mismatches(files: Sequence[CheckedFile], ledger: Ledger, holders: Mapping[Record, list[str]]) -> Iterator[Fault]:
+    """Records that are not what was written, by the names of their members and what lies in them."""
+    names = {}
+    for file in files:
+        for record, name in file.members.items():
+            held = ", ".join(holders.get(record, [])[:3])
+            names[record.path, altered(record)] = f"record {name!r}{f' ({held})' if held else ''}"
+    yield from ledger.faults
+    for fault in ledger.mismatches():
+        name = names.get((fault.where, fault.what), "")
+        yield replace(fault, what=f"{name}: {fault.what}" if name else fault.what)
 
 
 class _Manifest:
@@ -197,11 +184,6 @@ class _Manifest:
                 self.known = known
                 return
 
-    @property
-    def there(self) -> bool:
-        """Whether it speaks of this folder."""
-        return bool(self.known)
-
     def faults(self, ledger: Ledger) -> Iterator[Fault]:
         """Files that are missing, additional or changed; of those of the right size, every byte was read."""
         if self._wrong:
@@ -210,7 +192,7 @@ class _Manifest:
                 f"is not what was written: {self._wrong}",
                 mend="convert the checkpoint again, or restore the file from a copy",
             )
-        if not self.there:
+        if not self.known:
             return
         for name, known in sorted(self.known.items()):
             file = self._files.get(name)

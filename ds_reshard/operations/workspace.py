@@ -20,16 +20,16 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.remote import file_on_the_way, is_url
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, WriteFailed, error_of, raise_faults
 from ds_reshard.execution import disk
 
 MANIFEST = "ds_reshard.json"
 _MOST_NBYTES = 256 << 20
 
 
-def manifest_text(content: Mapping[str, object]) -> str:
-    """The manifest as it is written, with a checksum of its own."""
-    return json.dumps({**content, "crc32": _checksum(content)}, sort_keys=True, indent=1)
+def manifest_text(content: Mapping[str, object], *, indent: int | None = 1) -> str:
+    """The manifest, or without `indent` the note of a unit, as it is written, with a checksum of its own."""
+    return json.dumps({**content, "crc32": _checksum(content)}, sort_keys=True, indent=indent)
 
 
 def read_manifest(path: str) -> Mapping[str, object] | None:
@@ -131,28 +131,25 @@ class Workspace:
         if strange := [name for name in names if not _MADE.match(name)]:
             what = f"is where this output is made, and holds what no conversion has put there: {', '.join(strange[:4])}"
             mend = "name another OUT, or give that folder another name"
-            raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
+            raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _refuse_existing(self, mend: str = _ANOTHER) -> None:
         if folders.exists(self.target, follow=False) and not self._force:
-            raise_faults([ConfigError.fault(self.target, "is there already", mend=mend)], subject="converting")
+            raise error_of([ConfigError.fault(self.target, "is there already", mend=mend)], subject="converting")
 
     @contextlib.contextmanager
     def _lock(self, part: Part) -> Iterator[None]:
         """Hold the part, where nobody does, nor any of another number of parts: that is another job's."""
-        own = os.path.join(self.folder, LOCKS, lock_name(part))
-        held = disk.lock(own)
+        locks = os.path.join(self.folder, LOCKS)
+        held = disk.lock(os.path.join(locks, lock_name(part)))
         try:
-            if held is None or any(map(self._is_held, self._conflicting(part))):
+            others = [name for name in folders.entries(locks) if not name.endswith(f"-of-{part[1]}")]
+            if held is None or any(self._is_held(os.path.join(locks, name)) for name in others):
                 self._refuse_beside(part)
             yield
         finally:
             if held is not None:
                 os.close(held)
-
-    def _conflicting(self, part: Part) -> list[str]:
-        names = folders.entries(os.path.join(self.folder, LOCKS))
-        return [os.path.join(self.folder, LOCKS, name) for name in names if not name.endswith(f"-of-{part[1]}")]
 
     def _is_held(self, path: str) -> bool:
         found = disk.lock(path)
@@ -163,7 +160,7 @@ class Workspace:
     def _refuse_beside(self, part: Part) -> None:
         what = "another process works there" + (f" at part {lock_name(part)}" if part[1] > 1 else "")
         mend = "wait for it, or end it; processes that share the work are each given their own --shard I/N"
-        raise_faults([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
+        raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def _claim(self) -> None:
         """Note what is made here, or find that it is the same."""
@@ -177,12 +174,9 @@ class Workspace:
 
     def _refuse_other(self, found: bytes) -> None:
         if found != self.made_of.encode("utf-8"):
-            fault = ConfigError.fault(
-                self.folder,
-                "was left by another conversion, or of files that have changed since",
-                mend="run it without --resume and --shard: it is then cleared; or remove it",
-            )
-            raise_faults([fault], subject="converting")
+            what = "was left by another conversion, or of files that have changed since"
+            mend = "run it without --resume and --shard: it is then cleared; or remove it"
+            raise error_of([ConfigError.fault(self.folder, what, mend=mend)], subject="converting")
 
     def path(self, name: str) -> str:
         """Where a file of the output is written; its folder is made."""
@@ -198,7 +192,8 @@ class Workspace:
 
     def note(self, unit: str, known: Mapping[str, object]) -> None:
         """Note that the files of a unit are finished and on the disk; a note that a crash takes costs their writing."""
-        disk.write_whole(self._note(unit), noted_text(known), beside=self.folder, synced=False)
+        text = manifest_text(known, indent=None).encode("utf-8")
+        disk.write_whole(self._note(unit), text, beside=self.folder, synced=False)
 
     def noted(self, unit: str) -> Mapping[str, object] | None:
         """What is known of a finished unit, None for one that is not, or whose files a power cut has taken."""
@@ -254,19 +249,12 @@ class Workspace:
             disk.remove(self.folder)
 
 
-def noted_text(known: Mapping[str, object]) -> bytes:
-    """A note as it is written, with a checksum of its own."""
-    data = json.dumps(known, sort_keys=True).encode("utf-8")
-    return b"%08x" % crc32(data) + data
-
-
 def known_in(told: bytes) -> Mapping[str, object] | None:
     """What a note says; None where its name reached the disk before its bytes."""
-    if told[:8] != b"%08x" % crc32(told[8:]):
+    try:
+        return parsed(told)
+    except ValueError:
         return None
-    known = json.loads(told[8:])
-    assert isinstance(known, dict)
-    return known
 
 
 def lock_name(part: Part) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TypeVar
 
 from ds_reshard.errors import ConfigError
@@ -103,19 +103,8 @@ class ComingRun:
     notes: tuple[str, ...]
 
     def to_json(self) -> dict[str, object]:
-        curves = {
-            curve.name: {"title": curve.title, "unknown": curve.unknown, "rates": [list(one) for one in curve.rates]}
-            for curve in self.curves
-        }
-        return {
-            "checkpoint": self.checkpoint,
-            "config": self.config,
-            "position": self.position,
-            "positions": list(self.positions),
-            "groups": [list(one) for one in self.groups],
-            "curves": curves,
-            "notes": list(self.notes),
-        }
+        told = {one.name: {"title": one.title, "unknown": one.unknown, "rates": one.rates} for one in self.curves}
+        return {**asdict(self), "curves": told}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.errors import ConfigError, error_of, raise_faults
 from ds_reshard.resume.policy import Given, ResumePolicy, combine, from_json
 
 PLACE = "command line"
@@ -217,7 +217,7 @@ def _value(flag: Flag, value: object) -> object:
     if not clean or not all(name.isidentifier() for name in clean):
         what, mend = "takes names separated by commas", f"write {flag.names[0]} betas,eps"
         fault = ConfigError.fault(flag.names[0], what, "names such as betas,eps", repr(value), mend=mend)
-        raise_faults([fault], subject=PLACE)
+        raise error_of([fault], subject=PLACE)
     return clean
 
 

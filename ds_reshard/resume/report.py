@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ds_reshard.errors import ConfigError, Fault, WriteFailed
 from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy_sources import FLAGS
 
 _LOG = logging.getLogger("ds_reshard")
 _HOSTS = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
@@ -142,17 +143,7 @@ def _shown(value: object) -> str:
     return str(value)
 
 
-_FLAGS = {
-    ("scheduler", "override"): "--override-opt-param-scheduler",
-    ("scheduler", "checkpoint"): "--use-checkpoint-opt-param-scheduler",
-    ("scheduler", "strict"): "--strict-opt-param-scheduler",
-    ("scheduler", "reset"): "--no-load-lr-state",
-    ("optimizer", "skip"): "--no-load-optim",
-    ("optimizer", "masters"): "--load-masters-only",
-    ("iteration", "reset"): "--reset-iteration",
-    ("dataloader", "reset"): "--reset-dataloader",
-    ("finetune", True): "--finetune",
-}
+_SPELLED = {(flag.key, flag.value): flag.names[0] for flag in FLAGS}
 
 
 def because(policy: ResumePolicy, what: str, name: str = "") -> str:
@@ -162,7 +153,7 @@ def because(policy: ResumePolicy, what: str, name: str = "") -> str:
     """
 
     def of(key: str) -> str:
-        return policy.asked.get(key) or _FLAGS.get((key, getattr(policy, key)), "host")
+        return policy.asked.get(key) or _SPELLED.get((key, getattr(policy, key)), "host")
 
     if policy.takes(name or what):
         return policy.asked.get("hyperparameters", "--override-optim-hparams")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ds_reshard.errors import ConfigError, Fault, raise_faults
+from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults
 
 SOURCE = "0.19.8"
 """The release of DeepSpeed that the formulas were read from."""
@@ -171,7 +171,7 @@ def given_rate(config: Mapping[str, object], *, where: str) -> float:
         raise Unknown(f"{where}: optimizer.params has no lr: the optimizer's own default is used")
     if not _is_number(lr):
         fault = _fault(f"{where}: optimizer.params.lr", "has a wrong value", "a number", lr)
-        raise_faults([fault], subject="learning rate")
+        raise error_of([fault], subject="learning rate")
     return float(str(lr))
 
 

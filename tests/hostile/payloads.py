@@ -358,8 +358,3 @@ def twice(content: bytes, payload: bytes) -> bytes:
         with warnings.catch_warnings(action="ignore"):  # that the name is there already
             target.writestr(f"{root}/data.pkl", before(member_of(content, "data.pkl"), payload))
     return stream.getvalue()
-
-
-def root_of(path: Path) -> str:
-    with zipfile.ZipFile(path) as archive:
-        return archive.namelist()[0].partition("/")[0]

@@ -141,12 +141,6 @@ def test_a_flipped_byte_has_no_fingerprint(folders: Any, tmp_path: Path) -> None
 
 
 @pytest.mark.acts
-def test_a_directory_that_names_code_is_not_run(tmp_path: Path) -> None:
-    (tmp_path / ".metadata").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    with pytest.raises(ds_reshard.UnsafePickle, match="os"):
-        open_dcp(str(tmp_path))
-
-
 @pytest.mark.parametrize(("old", "new"), [(b"model.tiny", b"model.tinx"), (b".distcp", b"/x/y/cp")])
 def test_a_directory_that_contradicts_itself_is_refused(folders: Any, tmp_path: Path, old: bytes, new: bytes) -> None:
     shutil.copytree(folders(2)[0], tmp_path / "made")

@@ -12,7 +12,7 @@ from ds_reshard.errors import Fault, raise_faults
 from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
 from ds_reshard.formats.dcp.entries import ACCELERATE
 from ds_reshard.formats.dcp.target import dcp_target
-from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, folder_format
+from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import Content
 from ds_reshard.model.target import Asked, Target
 
@@ -36,12 +36,10 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 
 
 _WRITES = ("dcp", "accelerate")
-DCP = folder_format(
-    "torch.distributed.checkpoint",
-    is_dcp,
-    list_dcp,
-    open_dcp,
-    opened=OpenedDcp,
+DCP = Format(
+    name="torch.distributed.checkpoint",
+    list=lambda folder: list_dcp(folder) if is_dcp(folder) else None,
+    open=lambda listing, states: OpenedDcp(open_dcp(listing.folder), listing.nbytes),
     writes=dict.fromkeys(_WRITES, _write),
     sized=frozenset(_WRITES),
 )

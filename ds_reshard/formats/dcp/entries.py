@@ -60,11 +60,6 @@ def group_key(path: Path) -> GroupKey | None:
     return None
 
 
-def is_state(path: Path) -> bool:
-    """Whether a path is of an optimizer's state."""
-    return tensor_key(path).kind != "weight"
-
-
 @dataclass(slots=True, kw_only=True)
 class Values:
     """Everything that is no logical tensor: `objects` are the user's own, by their paths."""
@@ -131,11 +126,10 @@ def read_values(directory: Directory, single: Mapping[str, Place]) -> Values:
                 continue
             if isinstance(value, TensorRecord) and value.numel == 1:
                 value = ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
-        group = group_key(path)
+        group, key = group_key(path), tensor_key(path)
         if group is not None:
             values.grouped[group] = value
-        elif is_state(path) and isinstance(value, ScalarTensor | int | float | str | None):
-            key = tensor_key(path)
+        elif key.kind != "weight" and isinstance(value, ScalarTensor | int | float | str | None):
             values.scalars.setdefault(key.name, {})[key.kind] = value
         else:
             values.objects[path] = value

@@ -43,7 +43,7 @@ def dcp_target(content: Content, files: int, *, folders: tuple[str, str] | None 
     shards = {family: count for part in parts for family, count in part.shards.items()}
     wants = {key: wanted for part in parts for key, wanted in part.wants.items()}
     units = [unit for part in parts for unit in part.units()]
-    return Target(layout=Layout(placements, shards), wants=wants, units=units, folder="", pointers={})
+    return Target(layout=Layout(placements, shards), wants=wants, units=units)
 
 
 def _unsupported(content: Content) -> Iterator[Fault]:

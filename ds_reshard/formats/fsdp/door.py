@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, is_fsdp, list_fsdp, open_fsdp, survey_extra
 from ds_reshard.formats.fsdp.target import fsdp_target
-from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, Surveyed, folder_format
+from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, Surveyed
 from ds_reshard.model.content import Content
 from ds_reshard.model.target import Asked, Target
 
@@ -16,12 +15,12 @@ TO = "fsdp"
 
 
 class OpenedFsdp(SavedCheckpoint):
+    state: FsdpCheckpoint
+
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
-        assert isinstance(self.state, FsdpCheckpoint)
         return fsdp_target(self.state, self.dp if asked.dp is None else asked.dp) if asked.to == TO else None
 
     def extra(self) -> Mapping[object, object] | None:
-        assert isinstance(self.state, FsdpCheckpoint)
         trees = extra_trees(self.folder, self.state.ranks, 1)
         return {
             name: value for tree in trees if isinstance(tree, dict) for name, value in tree.items() if name != "rng"
@@ -45,15 +44,11 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     raise error_of([*faults, fault], subject="converting")
 
 
-FSDP = replace(
-    folder_format(
-        "files of FSDP ranks",
-        is_fsdp,
-        list_fsdp,
-        open_fsdp,
-        opened=OpenedFsdp,
-        writes={TO: _write},
-        sized=frozenset({TO}),
-    ),
+FSDP = Format(
+    name="files of FSDP ranks",
+    list=lambda folder: list_fsdp(folder) if is_fsdp(folder) else None,
+    open=lambda listing, states: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
     survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
+    writes={TO: _write},
+    sized=frozenset({TO}),
 )

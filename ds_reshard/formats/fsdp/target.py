@@ -60,8 +60,6 @@ def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
     families = [*writing.trees, *([EXTRA] if writing.extra else [])]
     return Target(
         layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}),
-        folder="",
-        pointers={},
         units=tuple(writing.units()),
         wants={key: key for key in placements},
         notes=tuple(writing.notes()),

@@ -17,7 +17,7 @@ from ds_reshard.formats.megatron.target import Shown, megatron_target, step_of, 
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
 from ds_reshard.formats.megatron.torch_target import torch_format_target
-from ds_reshard.model.checkpoint import Checkpoint, SavedCheckpoint, SavedListing, checksums, folder_format
+from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, SavedListing, checksums
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
@@ -191,23 +191,21 @@ _ROWS = "the rows of linear_qkv are Megatron-LM's: of each query group its queri
 _NO_RANDOM = "no random states are written: those of the coming run are what its --seed makes"
 
 
-def _list(folder: str) -> SavedListing:
-    return list_torch_dist(folder) if is_megatrons(folder) else list_torch_format(folder)
+def _list(folder: str) -> SavedListing | None:
+    if is_megatrons(folder):
+        return list_torch_dist(folder)
+    return list_torch_format(folder) if is_torch_format(folder) else None
 
 
 def _open(folder: str) -> TorchDist | TorchFormat:
     return open_torch_dist(folder) if is_megatrons(folder) else open_torch_format(folder)
 
 
-MEGATRON = replace(
-    folder_format(
-        "Megatron-LM",
-        lambda folder: is_megatrons(folder) or is_torch_format(folder),
-        _list,
-        _open,
-        opened=OpenedMegatron,
-        writes=dict.fromkeys(WRITES, _write),
-        sized=frozenset(WRITES),
-    ),
+MEGATRON = Format(
+    name="Megatron-LM",
+    list=_list,
+    open=lambda listing, states: OpenedMegatron(_open(listing.folder), listing.nbytes),
+    writes=dict.fromkeys(WRITES, _write),
+    sized=frozenset(WRITES),
     latest={TRACKER: iteration_name},
 )

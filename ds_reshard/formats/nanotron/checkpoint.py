@@ -66,10 +66,6 @@ class NanotronCheckpoint:
         """The pipeline ranks that train a parameter."""
         return [pp for pp, stage in enumerate(self.stages) if name in stage.states]
 
-    def cut(self, parameter: Parameter, rank: Rank) -> Cut:
-        """How the shard of a pipeline and tensor rank lies over the files of its data-parallel ranks."""
-        return state_cut(parameter.local_numel(rank.tp), self.topology, rank)
-
 
 def state_cut(numel: int, topology: Topology, rank: Rank) -> Cut:
     """The states of a shard of `numel` elements: whole in one file, or over those of the data-parallel ranks."""

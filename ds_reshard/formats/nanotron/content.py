@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
@@ -275,34 +275,33 @@ _KINDS = "fp32, exp_avg, exp_avg_sq"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adoption:
-    """What came of it: the checkpoint where nothing is wrong, the tensors it takes, and what there is to tell."""
+    """What came of it: the checkpoint, the tensors it takes, and what there is to tell."""
 
-    checkpoint: NanotronCheckpoint | None
+    checkpoint: NanotronCheckpoint
     origins: Mapping[TensorKey, TensorKey]
-    faults: tuple[Fault, ...]
     notes: tuple[str, ...]
 
 
-def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
-    """Every fault at once: an optimizer that is not there, and what `like` has otherwise.
+def adopt(content: Content, like: NanotronCheckpoint, faults: Sequence[Fault]) -> Adoption:
+    """The content as a checkpoint that is arranged as `like` is.
 
-    That is parameters, shapes, types, states, steps and param groups.
+    Raises, with `faults`, every fault at once: an optimizer that is not there, and parameters, shapes, types, states,
+    steps and param groups that `like` has otherwise.
     """
-    faults = list(_parameters(content, like))
+    subject = f"converting {content.folder} to nanotron"
+    found = [*faults, *content.faults, *_parameters(content, like)]
     if content.facts is None:
         what = "holds no optimizer"
-        faults.append(UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=_ALONE))
-        return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
-    faults += _optimizer(content, like)
+        lacking = UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=_ALONE)
+        raise error_of([*found, lacking], subject=subject)
+    found += _optimizer(content, like)
     scalars, wrong = _scalars(content, like)
     metas, lost = position_of(content, like.metadata)
     groups = Hyperparameters(content)
     stages = tuple(
         replace(stage, groups=tuple(groups.group(stage.path, group) for group in stage.groups)) for stage in like.stages
     )
-    faults += [*wrong, *lost, *groups.faults]
-    if faults:
-        return Adoption(checkpoint=None, origins={}, faults=tuple(faults), notes=())
+    raise_faults([*found, *wrong, *lost, *groups.faults], subject=subject)
     listing = like.listing
     random = [name for name in listing.nbytes if name.startswith("random/")]
     checkpoint = replace(
@@ -314,7 +313,7 @@ def adopt(content: Content, like: NanotronCheckpoint) -> Adoption:
         facts=OptimizerFacts(groups=(), scalars=scalars),
     )
     notes = (*_adoption_notes(content, like), *groups.notes)
-    return Adoption(checkpoint=checkpoint, origins=_origins(content, like), faults=(), notes=notes)
+    return Adoption(checkpoint=checkpoint, origins=_origins(content, like), notes=notes)
 
 
 def _origins(content: Content, like: NanotronCheckpoint) -> dict[TensorKey, TensorKey]:

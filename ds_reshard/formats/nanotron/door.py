@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from math import prod
 
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.containers.plain import group_entries
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
     NanotronShards,
@@ -16,13 +16,12 @@ from ds_reshard.formats.nanotron.checkpoint import (
 )
 from ds_reshard.formats.nanotron.content import adopt, content_of, digest_of
 from ds_reshard.formats.nanotron.names import LATEST, NanotronListing, is_nanotron, read_listing
-from ds_reshard.formats.nanotron.target import Wanted, nanotron_target
+from ds_reshard.formats.nanotron.target import nanotron_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
 from ds_reshard.model.content import Content
-from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
+from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.model.target import Asked, Target
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
@@ -41,12 +40,15 @@ def survey(listing: NanotronListing) -> Opening:
     return opening
 
 
-def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspection:
+def _describe(found: Listing) -> Inspection:
     """What was found, as far as the checkpoint could be opened."""
     listing = _nanotron(found)
     opening = survey(listing)
     metadata, topology = opening.metadata, listing.topology
     config = metadata.config if metadata is not None else {}
+    tensors = [pair for stage in opening.stages for kinds in stage.states.values() for pair in kinds.items()]
+    scalars = [values for stage in opening.stages for values in stage.scalars.values()]
+    groups = [(group.members, group.hyperparameters) for stage in opening.stages for group in stage.groups]
     kind = metadata.optimizer.get("type") if metadata is not None and metadata.optimizer is not None else None
     return Inspection(
         format="nanotron",
@@ -60,54 +62,17 @@ def _describe(found: Listing, bytes_read: Callable[[], int | None]) -> Inspectio
         tp=metadata.tp if metadata is not None else None,
         pp=topology.pp if topology is not None else None,
         optimizer=config.get("optimizer.optimizer_factory.name"),
-        states=tuple(_states(opening)),
-        groups=tuple(_groups(opening)),
+        states=states_of(((kind, tensor.dtype) for kind, tensor in tensors), scalars),
+        groups=group_entries(groups, {name: parameter.shape for name, parameter in opening.parameters.items()}),
         steps=_steps(opening),
-        arrangement=Arrangement(buffers=None, round_robin=None, alignment_gaps=None, elastic=None, offloaded_to=None),
         parameters=tuple(_parameters(opening)),
         files=tuple(_files(listing)),
         faults=_sorted(opening.faults),
-        bytes_read=bytes_read(),
     )
 
 
 def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
     return tuple(sorted(dict.fromkeys(faults), key=lambda fault: (fault.where, fault.what, fault.found)))
-
-
-def _states(opening: Opening) -> Iterator[StateEntry]:
-    found: dict[tuple[str, bool], set[str]] = {}
-    for stage in opening.stages:
-        for kinds in stage.states.values():
-            for kind, tensor in kinds.items():
-                found.setdefault((kind, False), set()).add(tensor.dtype.label)
-        for scalars in stage.scalars.values():
-            for kind, value in scalars.items():
-                label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-                found.setdefault((kind, True), set()).add(label)
-    for (kind, scalar), labels in found.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
-
-
-def _groups(opening: Opening) -> Iterator[GroupEntry]:
-    groups = [group for stage in opening.stages for group in stage.groups]
-    for number, group in enumerate(groups):
-        known = [opening.parameters[name] for name in group.members if name in opening.parameters]
-        numel = sum(prod(parameter.shape) for parameter in known)
-        yield GroupEntry(
-            number=number,
-            members=len(group.members),
-            numel=numel if len(known) == len(group.members) else None,
-            hyperparameters={key: _plain(value) for key, value in group.hyperparameters.items()},
-        )
-
-
-def _plain(value: object) -> object:
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return described(value)
 
 
 def _steps(opening: Opening) -> Steps:
@@ -171,16 +136,12 @@ class OpenedNanotron(Checkpoint):
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
         if asked.to != TO:
             return None
-        return nanotron_target(self.checkpoint, _wanted(asked), _opened(asked, like))
+        return nanotron_target(self.checkpoint, asked, _opened(asked, like))
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         saved = self.checkpoint
         kept = {key: value for key, value in saved.metadata.entries.items() if key not in ("tp", "dp", "version")}
         return {"": kept, "lr_scheduler": saved.schedulers[0].counters if saved.schedulers else {}}
-
-
-def _wanted(asked: Asked) -> Wanted:
-    return Wanted(dp=asked.dp, tp=asked.tp, pp=asked.pp, zero_stage=asked.zero_stage)
 
 
 def _opened(asked: Asked, like: Checkpoint | None) -> NanotronCheckpoint | None:
@@ -197,12 +158,9 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     if shown is None:
         what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
         mend = "save a step of the coming run, and name that checkpoint: --like DIR"
-        raise_faults([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
-    assert shown is not None
-    adoption = adopt(content, shown)
-    raise_faults([*faults, *content.faults, *adoption.faults], subject=f"converting {content.folder} to nanotron")
-    assert adoption.checkpoint is not None
-    target = nanotron_target(adoption.checkpoint, _wanted(asked))
+        raise error_of([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
+    adoption = adopt(content, shown, faults)
+    target = nanotron_target(adoption.checkpoint, asked)
     tag = str(content.steps)
     return replace(
         target,

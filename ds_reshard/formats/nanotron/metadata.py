@@ -41,13 +41,6 @@ class Batch:
         return f"micro_batch_size {self.micro}, batch_accumulation_per_replica {self.accumulation}"
 
 
-def batch_of(config: Mapping[str, str], dp: int) -> Batch | None:
-    """The batch of a run of data-parallel size `dp`; None where its config.yaml does not tell."""
-    texts = [config.get(name, "") for name in (MICRO, ACCUMULATION)]
-    sizes = [int(text) for text in texts if text.isdecimal() and int(text)]
-    return Batch(micro=sizes[0], accumulation=sizes[1], dp=dp) if len(sizes) == 2 else None
-
-
 def resized(saved: Batch | None, dp: int) -> tuple[dict[str, int], str | None]:
     """What config.yaml says of the batch at another data-parallel size, and what there is to tell of it."""
     if saved is None:
@@ -126,8 +119,10 @@ class Metadata:
 
     @property
     def batch(self) -> Batch | None:
-        """Of the saving run; None where nothing tells."""
-        return batch_of(self.config, self.dp)
+        """Of the saving run; None where its config.yaml does not tell."""
+        texts = [self.config.get(name, "") for name in (MICRO, ACCUMULATION)]
+        sizes = [int(text) for text in texts if text.isdecimal() and int(text)]
+        return Batch(micro=sizes[0], accumulation=sizes[1], dp=self.dp) if len(sizes) == 2 else None
 
     @property
     def global_batch_size(self) -> int | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os.path import basename
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, damaged, fail, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, damaged, error_of, fail
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
 from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
 from ds_reshard.model.facts import Scalar, ScalarTensor, number_of
@@ -129,12 +129,7 @@ class SavedScheduler:
 
     def of_group(self, number: int) -> dict[str, object]:
         """What it keeps of the param group of that number."""
-        found = {}
-        for key in PER_GROUP:
-            values = self.entries[key]
-            assert isinstance(values, list)
-            found[key] = values[number]
-        return found
+        return {key: self.entries[key][number] for key in PER_GROUP}  # type: ignore[index]
 
 
 def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
@@ -161,7 +156,7 @@ def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[SavedGroup]
         fault = CheckpointDamaged.fault(
             f"{listing.folder}/optimizer", what, "states of the optimizer", "none", mend=mend
         )
-        raise_faults([fault], subject=f"checkpoint {listing.folder}")
+        raise error_of([fault], subject=f"checkpoint {listing.folder}")
     if not listing.schedulers:
         return []
     first = Rank(pp=0, tp=0, dp=0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -201,13 +202,9 @@ class Parameter:
     def sharded(self) -> bool:
         return bool(self.pairs)
 
-    @property
-    def whole_tile(self) -> Tile:
-        return Tile(box=Box.whole(self.shape), element_offset=0)
-
     def tiles_at(self, tp: int) -> Sequence[Tile]:
         """The boxes that a tensor-parallel rank holds: all of a parameter that is not sharded."""
-        return self.tiles[tp] if self.sharded else (self.whole_tile,)
+        return self.tiles[tp] if self.sharded else (Tile(box=Box.whole(self.shape), element_offset=0),)
 
     def local_numel(self, tp: int) -> int:
         return self.files[tp if self.sharded else 0].numel
@@ -236,32 +233,16 @@ def place(
     copy: int = 0,
 ) -> Placement:
     """A tensor of the parameter's shape, whose shard of each tensor-parallel rank is cut as `cuts` says."""
-    key = TensorKey(name=parameter.name, kind=kind, copy=copy)
+    key, shape = TensorKey(name=parameter.name, kind=kind, copy=copy), parameter.shape
+    placed = partial(Placement, key=key, shape=shape, dtype=dtype, family=family, buffer=buffer)
     tiles = tuple(
-        Placement(
-            key=key,
-            shape=parameter.shape,
-            dtype=dtype,
-            family=family,
-            buffer=buffer,
-            box=tile.box,
-            cut=Cut(chunk=cut.chunk, wide=cut.wide, first=cut.first, phase=tile.element_offset),
-        )
+        placed(box=tile.box, cut=cut._replace(phase=tile.element_offset))
         for tp, cut in cuts.items()
         for tile in parameter.tiles_at(tp)
     )
     if len(tiles) == 1:
         return tiles[0]
-    return Placement(
-        key=key,
-        shape=parameter.shape,
-        dtype=dtype,
-        family=family,
-        buffer=buffer,
-        box=Box.whole(parameter.shape),
-        cut=Cut(chunk=max(1, prod(parameter.shape))),
-        tiles=tiles,
-    )
+    return placed(box=Box.whole(shape), cut=Cut(chunk=max(1, prod(shape))), tiles=tiles)
 
 
 def read_parameters(listing: NanotronListing, tp: int) -> tuple[dict[str, Parameter], list[Fault]]:

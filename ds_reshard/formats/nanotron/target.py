@@ -34,27 +34,13 @@ from ds_reshard.model.content import Schedule
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
-from ds_reshard.model.target import Target, TargetFile, Unit
+from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wanted:
-    """What was asked for; None is as it was saved, or as in the checkpoint `like`."""
-
-    dp: int | None = None
-    tp: int | None = None
-    pp: int | None = None
-    zero_stage: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """A param group of the target: the stage of the source and its number there."""
-
-    stage: int
-    number: int
+Origin = tuple[int, int]
+"""Of a param group of the target the stage of the source, and its number there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,21 +54,10 @@ class Stage:
         return [name for _, group in self.groups for name in group.members]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """The target's topology, its stages, and how each parameter is cut there."""
-
-    topology: Topology
-    dp: int
-    stages: tuple[Stage, ...]
-    parameters: Mapping[str, Parameter]
-    homes: Mapping[str, int]
-
-
-def arrange(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None) -> Arrangement:
+def _arranged(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> _Writing:
     """Raises UnsupportedLayout, with every reason, where the source does not tell how the target is arranged."""
     subject = f"converting {source.folder} to nanotron"
-    topology, dp = _topology(source, wanted, like)
+    topology, dp = _topology(source, asked, like)
     faults = list(_lacking(source)) + (list(_unlike(source, like, topology)) if like is not None else [])
     raise_faults(faults, subject=subject)
     stages = _like_stages(source, like) if like is not None else _stages(source, topology.pp)
@@ -100,14 +75,14 @@ def arrange(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint
     raise_faults(faults, subject=subject)
     assert stages is not None
     homes = _homes(source if like is None else like, stages, topology.pp)
-    return Arrangement(topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
+    return _Writing(source=source, topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
 
 
-def _topology(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
+def _topology(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
     default = like if like is not None else source
-    cut = default.topology.dp is not None if wanted.zero_stage is None else wanted.zero_stage > 0
-    dp = wanted.dp or default.metadata.dp
-    pp, tp = wanted.pp or default.topology.pp, wanted.tp or default.topology.tp
+    cut = default.topology.dp is not None if asked.zero_stage is None else asked.zero_stage > 0
+    dp = asked.dp or default.metadata.dp
+    pp, tp = asked.pp or default.topology.pp, asked.tp or default.topology.tp
     return Topology(pp=pp, tp=tp, dp=dp if cut else None, exp=1), dp
 
 
@@ -158,7 +133,7 @@ def _unsupported(where: str, what: str, found: str, mend: str) -> Fault:
 def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, SavedGroup]]:
     for pp, stage in enumerate(source.stages):
         for number, group in enumerate(stage.groups):
-            yield Origin(stage=pp, number=number), group
+            yield (pp, number), group
 
 
 def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
@@ -168,8 +143,8 @@ def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
     """
     if pp == source.topology.pp:
         return tuple(
-            Stage(groups=tuple((origin, group) for origin, group in _saved(source) if origin.stage == number))
-            for number in range(pp)
+            Stage(groups=tuple((origin, group) for origin, group in _saved(source) if origin[0] == stage))
+            for stage in range(pp)
         )
     if pp != 1 or any(len(group.members) > 1 for _, group in _saved(source)):
         return None
@@ -214,7 +189,7 @@ def _cut(parameter: Parameter, like: Parameter | None, tp: int) -> Parameter:
             raise ValueError("is cut by another rule than nanotron's equal parts of chunks")
         pairs = tuple(split.pairs(len(parameter.shape), rank, tp) for rank in range(tp))
         shapes = dict.fromkeys(range(tp), split.local_shape(parameter.shape, tp))
-    buffer = weight_buffer(parameter.name)
+    buffer = f"weight/{parameter.name}"
     return Parameter(
         name=parameter.name,
         shape=parameter.shape,
@@ -223,10 +198,6 @@ def _cut(parameter: Parameter, like: Parameter | None, tp: int) -> Parameter:
         files={rank: new_tensor(buffer, shape, parameter.dtype) for rank, shape in shapes.items()},
         tiles=tuple(tuple(tiles_of(of, shapes[rank], parameter.shape)) for rank, of in enumerate(pairs)),
     )
-
-
-def weight_buffer(name: str) -> str:
-    return f"weight/{name}"
 
 
 def _homes(shown: NanotronCheckpoint, stages: Sequence[Stage], pp: int) -> dict[str, int]:
@@ -246,16 +217,15 @@ def kinds_of(source: NanotronCheckpoint, name: str) -> dict[str, ElementType]:
 WEIGHTS, TEXTS = "weights", "texts"
 
 
-def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCheckpoint | None = None) -> Target:
-    """The files of the same state at the topology that is wanted, or that `like` has.
+def nanotron_target(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None = None) -> Target:
+    """The files of the same state at the topology that is asked for, or that `like` has.
 
     Raises UnsupportedLayout, with every reason, where the source does not tell how they are arranged.
     """
-    arrangement = arrange(source, wanted, like)
-    raise_faults(list(_idle(arrangement)), subject=f"converting {source.folder} to nanotron")
-    writing = _Writing(source=source, arrangement=arrangement)
+    writing = _arranged(source, asked, like)
+    raise_faults(writing.idle(), subject=f"converting {source.folder} to nanotron")
     placements = {placement.key: placement for placement in writing.placements()}
-    shards = {WEIGHTS: arrangement.topology.tp, OPTIM: len(list(arrangement.topology.ranks)), TEXTS: 1}
+    shards = {WEIGHTS: writing.topology.tp, OPTIM: len(list(writing.topology.ranks)), TEXTS: 1}
     tag = source.listing.tag
     return Target(
         layout=Layout(placements, shards),
@@ -268,40 +238,45 @@ def nanotron_target(source: NanotronCheckpoint, wanted: Wanted, like: NanotronCh
     )
 
 
-def _idle(arrangement: Arrangement) -> Iterator[Fault]:
-    """Ranks that would have no part of any parameter (`NamedOptimizer.load_state_dict`: "Loading empty state dict")."""
-    topology = arrangement.topology
-    for rank in topology.ranks:
-        names = arrangement.stages[rank.pp].names
-        if all(shape_of(arrangement.parameters[name], topology, rank) is None for name in names):
-            yield UnsupportedLayout.fault(
-                state_name("optimizer", topology, rank),
-                "would hold nothing: no "
-                "parameter there has as many elements as there are data-parallel ranks, and nanotron loads no empty "
-                "state",
-                found=f"dp {topology.dp}",
-                mend="a smaller --dp, or --zero-stage 0",
-            )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Writing:
+    """The target's topology, its stages, how each parameter is cut there, and the stage that writes its weight."""
+
     source: NanotronCheckpoint
-    arrangement: Arrangement
+    topology: Topology
+    dp: int
+    stages: tuple[Stage, ...]
+    parameters: Mapping[str, Parameter]
+    homes: Mapping[str, int]
+
+    def idle(self) -> Iterator[Fault]:
+        """Ranks that would have no part of any parameter.
+
+        `NamedOptimizer.load_state_dict` refuses that: "Loading empty state dict".
+        """
+        for rank in self.topology.ranks:
+            if all(self._shape(name, rank) is None for name in self.stages[rank.pp].names):
+                yield UnsupportedLayout.fault(
+                    state_name("optimizer", self.topology, rank),
+                    "would hold nothing: no parameter there has as many elements as there are data-parallel ranks, and "
+                    "nanotron loads no empty state",
+                    found=f"dp {self.topology.dp}",
+                    mend="a smaller --dp, or --zero-stage 0",
+                )
 
     def placements(self) -> Iterator[Placement]:
-        for parameter in self.arrangement.parameters.values():
+        for parameter in self.parameters.values():
             cuts = {tp: Cut(chunk=max(1, parameter.local_numel(tp)), first=tp) for tp in parameter.files}
-            yield place(parameter, "weight", parameter.dtype, WEIGHTS, weight_buffer(parameter.name), cuts)
+            yield place(parameter, "weight", parameter.dtype, WEIGHTS, f"weight/{parameter.name}", cuts)
         copies: dict[TensorKey, int] = {}
-        for pp, stage in enumerate(self.arrangement.stages):
+        for pp, stage in enumerate(self.stages):
             for name in stage.names:
                 yield from self._states(pp, name, copies)
 
     def _states(self, pp: int, name: str, copies: dict[TensorKey, int]) -> Iterator[Placement]:
         """The states in one stage: one copy of a parameter that is cut over the tensor ranks, else one on each."""
-        parameter, topology = self.arrangement.parameters[name], self.arrangement.topology
-        cuts = {tp: self._cut(parameter, Rank(pp=pp, tp=tp, dp=0)) for tp in range(topology.tp)}
+        parameter = self.parameters[name]
+        cuts = {tp: self._cut(parameter, Rank(pp=pp, tp=tp, dp=0)) for tp in range(self.topology.tp)}
         for kind, dtype in kinds_of(self.source, name).items():
             for part in [cuts] if parameter.sharded else [{tp: cut} for tp, cut in cuts.items()]:
                 key = TensorKey(name=name, kind=kind)
@@ -309,10 +284,10 @@ class _Writing:
                 yield place(parameter, kind, dtype, OPTIM, f"{kind}/{name}", part, copy=copy)
 
     def _cut(self, parameter: Parameter, rank: Rank) -> Cut:
-        return state_cut(parameter.local_numel(rank.tp), self.arrangement.topology, rank)
+        return state_cut(parameter.local_numel(rank.tp), self.topology, rank)
 
     def units(self) -> Iterator[Unit]:
-        topology = self.arrangement.topology
+        topology = self.topology
         yield Unit(family=TEXTS, shard=0, files=tuple(self._texts()))
         for tp in range(topology.tp):
             yield Unit(family=WEIGHTS, shard=tp, files=tuple(self._weights(tp)))
@@ -323,14 +298,13 @@ class _Writing:
             yield Unit(family=OPTIM, shard=topology.shard(rank), files=tuple(files))
 
     def _weights(self, tp: int) -> Iterator[TargetFile]:
-        topology = self.arrangement.topology
-        for name, parameter in self.arrangement.parameters.items():
+        for name, parameter in self.parameters.items():
             if tp not in parameter.files:
                 continue
             said: dict[str, str] = {}
             shard = None
             if parameter.sharded:
-                shard = (self.arrangement.homes[name], topology.pp, tp, topology.tp)
+                shard = (self.homes[name], self.topology.pp, tp, self.topology.tp)
                 said = {
                     "version": self.source.metadata.version,
                     "unsharded_shape": str(parameter.shape),
@@ -342,7 +316,7 @@ class _Writing:
             )
 
     def _optimizer(self, rank: Rank) -> TargetFile:
-        held = {name: self._shape(name, rank) for name in self.arrangement.stages[rank.pp].names}
+        held = {name: self._shape(name, rank) for name in self.stages[rank.pp].names}
         data = {
             f"{kind}/{name}": value.data
             for name, shape in held.items()
@@ -350,11 +324,11 @@ class _Writing:
             for kind, value in self._scalars(name).items()
             if isinstance(value, ScalarTensor)
         }
-        name = state_name("optimizer", self.arrangement.topology, rank)
+        name = state_name("optimizer", self.topology, rank)
         return TargetFile(name=name, tree=partial(self._optimizer_tree, rank), data=data)
 
     def _shape(self, name: str, rank: Rank) -> tuple[int, ...] | None:
-        return shape_of(self.arrangement.parameters[name], self.arrangement.topology, rank)
+        return shape_of(self.parameters[name], self.topology, rank)
 
     def _scalars(self, name: str) -> Mapping[str, Scalar]:
         assert self.source.facts is not None
@@ -366,7 +340,7 @@ class _Writing:
         state: dict[int, dict[str, object]] = {}
         groups: list[dict[str, object]] = []
         masters: dict[str, object] = {}
-        for _, group in self.arrangement.stages[rank.pp].groups:
+        for _, group in self.stages[rank.pp].groups:
             members = []
             for name in group.members:
                 shape = self._shape(name, rank)
@@ -398,16 +372,15 @@ class _Writing:
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
         kept = tuple(
-            self.source.schedulers[origin.stage].of_group(origin.number)
-            for origin, _ in self.arrangement.stages[rank.pp].groups
+            self.source.schedulers[stage].of_group(number) for (stage, number), _ in self.stages[rank.pp].groups
         )
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
-        name = state_name("lr_scheduler", replace(self.arrangement.topology, dp=None), rank)
+        name = state_name("lr_scheduler", replace(self.topology, dp=None), rank)
         return TargetFile(name=name, tree=schedule.entries)
 
     def _texts(self) -> Iterator[TargetFile]:
-        topology, listing = self.arrangement.topology, self.source.listing
-        meta = {**self.source.metadata.entries, "tp": topology.tp, "dp": self.arrangement.dp}
+        topology, listing = self.topology, self.source.listing
+        meta = {**self.source.metadata.entries, "tp": topology.tp, "dp": self.dp}
         yield _text(META, json.dumps(meta, indent=2, sort_keys=True))
         yield _text(OPTIMIZER_CONFIG, json.dumps(self._optimizer_config()))
         if CONFIG in listing.nbytes:
@@ -419,18 +392,18 @@ class _Writing:
 
     def _optimizer_config(self) -> dict[str, object]:
         """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
-        topology = self.arrangement.topology
+        topology = self.topology
         sizes = {
             "tp_size": topology.tp,
-            "dp_size": self.arrangement.dp,
+            "dp_size": self.dp,
             "pp_size": topology.pp,
             "expert_parallel_size": topology.exp,
         }
         configs: dict[str, object] = {}
         if topology.dp is not None:
             offsets, shapes, first = {}, {}, Rank(pp=0, tp=0, dp=0)
-            for name in self.arrangement.stages[0].names:
-                parameter = self.arrangement.parameters[name]
+            for name in self.stages[0].names:
+                parameter = self.parameters[name]
                 pieces = self._cut(parameter, first).pieces(0, parameter.local_numel(0))
                 offsets[name] = {str(piece.shard): [str(piece.start), str(piece.stop)] for piece in pieces}
                 shapes[name] = [str(size) for size in parameter.local_shape(0)]
@@ -443,18 +416,17 @@ class _Writing:
         }
 
     def _config(self) -> dict[str, int]:
-        topology = self.arrangement.topology
         return {
-            "parallelism.dp": self.arrangement.dp,
-            "parallelism.tp": topology.tp,
-            "parallelism.pp": topology.pp,
-            "optimizer.zero_stage": int(topology.dp is not None),
+            "parallelism.dp": self.dp,
+            "parallelism.tp": self.topology.tp,
+            "parallelism.pp": self.topology.pp,
+            "optimizer.zero_stage": int(self.topology.dp is not None),
             **self._batch[0],
         }
 
     @property
     def _batch(self) -> tuple[dict[str, int], str | None]:
-        return resized(self.source.metadata.batch, self.arrangement.dp)
+        return resized(self.source.metadata.batch, self.dp)
 
     @property
     def _random(self) -> list[str]:
@@ -463,16 +435,13 @@ class _Writing:
     @property
     def _keeps_random(self) -> bool:
         """Whether each rank of the target is one of the source: the optimizer's files may be cut otherwise."""
-        (one, one_dp), (other, other_dp) = (
-            (self.source.topology, self.source.metadata.dp),
-            (self.arrangement.topology, self.arrangement.dp),
-        )
-        return (one.pp, one.tp, one_dp) == (other.pp, other.tp, other_dp)
+        saved = self.source.topology
+        return (saved.pp, saved.tp, self.source.metadata.dp) == (self.topology.pp, self.topology.tp, self.dp)
 
     def notes(self) -> Iterator[str]:
         """What the user should know of the output."""
         told = self._batch[1]
-        if told is not None and self.arrangement.dp != self.source.metadata.dp:
+        if told is not None and self.dp != self.source.metadata.dp:
             yield told
         if self._random and not self._keeps_random:
             yield (

@@ -23,7 +23,7 @@ from typing import cast
 from ds_reshard.containers import folders
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, fail, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, fail, raise_faults
 from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, SCHEDULER, STEPS, WEIGHT, Path, flattened
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
@@ -99,7 +99,7 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
             if not tensor.contiguous:
                 what = f"{key} does not lie row-major in the file"
                 mend = "save contiguous tensors"
-                raise_faults([UnsupportedLayout.fault(f"{folder}/{name}", what, mend=mend)], subject=folder)
+                raise error_of([UnsupportedLayout.fault(f"{folder}/{name}", what, mend=mend)], subject=folder)
             boxes = [Box.whole(tensor.shape)]
             placements[key] = chunked(key, tensor.shape, tensor.dtype, boxes, family=name, buffer=str(key))
             extents.setdefault(name, {})[str(key)] = extent_of(tensor)
@@ -122,7 +122,7 @@ def _single(folder: str, names: Sequence[str], what: str) -> str | None:
         said = f"holds {what} in several files, and nothing tells which are meant"
         mend = "move all but one of them out of the folder"
         fault = UnsupportedLayout.fault(folder, said, "one file", ", ".join(found), mend=mend)
-        raise_faults([fault], subject=f"checkpoint {folder}")
+        raise error_of([fault], subject=f"checkpoint {folder}")
     return found[0] if found else None
 
 
@@ -298,7 +298,7 @@ def _names(
         what = "does not tell which parameter is which: its groups have no names, and shapes do not tell them apart"
         expected, found = f"{len(numbers)} names of weights", f"{len(told)} names"
         fault = UnsupportedLayout.fault(where, what, expected, found, mend=f"{_LIST} {listed}")
-        raise_faults([fault], subject=f"checkpoint {folder}")
+        raise error_of([fault], subject=f"checkpoint {folder}")
     return dict(zip(numbers, map(str, told), strict=True))
 
 

@@ -57,7 +57,6 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         layout=Layout(placements, {unit.family: 1 for unit in units}),
         wants={key: held.origin for key, held in {**weights, **states}.items()},
         units=units,
-        folder="",
         pointers=shard_index(files, nbytes),
         notes=(*_left_out(content), *content.notes),
     )

@@ -284,9 +284,9 @@ def _zero(listing: AnyListing) -> Listing:
     return listing
 
 
-def _describe(listing: AnyListing, bytes_read: Callable[[], int | None]) -> Inspection:
+def _describe(listing: AnyListing) -> Inspection:
     found = survey(_zero(listing))
-    return describe_survey(found, tag=listing.tag, bytes_read=bytes_read())
+    return describe_survey(found, tag=listing.tag)
 
 
 def _survey(listing: AnyListing) -> Surveyed:

@@ -304,7 +304,7 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
         yield state.get("step")
 
 
-def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspection:
+def describe_survey(found: Survey, *, tag: str) -> Inspection:
     """What the files tell; where the optimizer's could not be read, what the model file says of them."""
     model, optim, grid = found.model, found.optim, found.grid
     said = model.config if model is not None else optim.config if optim is not None else None
@@ -326,7 +326,6 @@ def describe_survey(found: Survey, *, tag: str, bytes_read: int | None) -> Inspe
         parameters=tuple(_parameters(model, _members(found), found.divided)) if model is not None else (),
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
-        bytes_read=bytes_read,
         tp=grid and grid.tp,
         pp=grid and grid.pp,
         ep=grid and grid.ep,

@@ -22,7 +22,7 @@ from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
 from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
-from ds_reshard.operations.pickles import refuse_unsafe, walk
+from ds_reshard.operations.pickles import refuse_unsafe_folder, walk
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
@@ -230,7 +230,7 @@ def refuse_unsafe_files(load_dir: str, tag: object, *, universal: bool) -> None:
         faults += stray_files(folder, folders.entries(folder))
         return walk(folder, faults)
 
-    refuse_unsafe(files, trust=rules_in_force().trusted, subject=f"loading {load_dir}")
+    refuse_unsafe_folder(load_dir, files, trust=rules_in_force().trusted)
 
 
 def _of_another_format(load_dir: str, tag: object) -> Located | None:

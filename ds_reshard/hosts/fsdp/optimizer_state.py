@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.hooks import Call
 from ds_reshard.operations import ranks
 
@@ -46,7 +46,7 @@ def refuse_mixed(params: Sequence[Tensor], module: Module) -> None:
         f"frozen {frozen}; trainable {trainable}",
         mend="FSDP(model, use_orig_params=True, ...), or give the frozen modules FSDP units of their own",
     )
-    raise_faults([fault], subject="building FSDP")
+    raise error_of([fault], subject="building FSDP")
 
 
 def gather(call: Call) -> object:

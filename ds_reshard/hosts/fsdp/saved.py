@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     WriteFailed,
     as_faults,
     damaged,
+    error_of,
     faults_of,
     raise_faults,
 )
@@ -134,9 +135,9 @@ def _compared(checkpoint: FsdpCheckpoint, rank: int, size: int, model: Module, o
     found = fingerprint(checkpoint.folder, reading=Reading(threads=1, memory_nbytes=_MEMORY_NBYTES), shard=(rank, size))
     live = Fingerprints[TensorKey]()
     keys = set()
-    for part in parts_of(model, optimizer):
-        keys.add(part.key)
-        live.add_region(part.key, part.shape, part.region, part.values)
+    for key, shape, region, values in _parts(model, optimizer):
+        keys.add(key)
+        live.add_region(key, shape, region, values)
     return _Seen(
         faults=found.faults,
         other_steps=tuple(_other_steps(checkpoint, model, optimizer)),
@@ -147,13 +148,22 @@ def _compared(checkpoint: FsdpCheckpoint, rank: int, size: int, model: Module, o
 
 
 def _other_steps(checkpoint: FsdpCheckpoint, model: Module, optimizer: Optimizer | None) -> Iterator[Fault]:
+    """States that are one number, of the parameters of which this rank has a state, and that are saved otherwise."""
+    import torch
+
+    from ds_reshard.execution.buffers import memory_of
+
     scalars = checkpoint.facts.scalars if checkpoint.facts is not None else {}
     saved = {saved_name(name): states for name, states in scalars.items()}
-    for name, kind, data in steps_of(model, optimizer):
-        found = saved.get(name, {}).get(kind)
-        if not isinstance(found, ScalarTensor) or found.data != data:
-            told = found.data.hex() if isinstance(found, ScalarTensor) else "nothing"
-            yield _mismatch(checkpoint.folder, f"{name}[{kind}]", data.hex(), told)
+    for one in _parameters(model):
+        states = optimizer.state.get(one.tensor, {}) if optimizer is not None else {}
+        for kind, value in states.items():
+            if not isinstance(value, torch.Tensor) or value.dim() or not one.tensor.dim():
+                continue
+            data, found = bytes(memory_of(value.detach().cpu().reshape(1))), saved.get(one.name, {}).get(kind)
+            if not isinstance(found, ScalarTensor) or found.data != data:
+                told = found.data.hex() if isinstance(found, ScalarTensor) else "nothing"
+                yield _mismatch(checkpoint.folder, f"{one.name}[{kind}]", data.hex(), told)
 
 
 def _differences(folder: str, seen: Sequence[_Seen], *, states: bool) -> Iterator[Fault]:
@@ -223,18 +233,8 @@ def saved_name(name: str) -> str:
     return clean_tensor_name(name).replace("_orig_mod.", "")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """Elements of a tensor, in the order of `region`."""
-
-    key: TensorKey
-    shape: tuple[int, ...]
-    region: Region
-    values: Tensor
-
-
-def parts_of(model: Module, optimizer: Optimizer | None) -> Iterator[Part]:
-    """This rank's parts of every parameter and of every state that is of its parameter's shape.
+def _parts(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[TensorKey, tuple[int, ...], Region, Tensor]]:
+    """This rank's parts of every parameter and of every state that is of its parameter's shape: elements of a region.
 
     Of what several ranks hold alike the first rank's part alone.
     """
@@ -246,21 +246,8 @@ def parts_of(model: Module, optimizer: Optimizer | None) -> Iterator[Part]:
         states = optimizer.state.get(one.tensor, {}) if optimizer is not None else {}
         for kind, value in [("weight", one.tensor), *states.items()]:
             if isinstance(value, torch.Tensor) and (value.dim() or not one.shape):
-                key, values = TensorKey(name=one.name, kind=kind), local(value).detach().reshape(-1)[one.inside]
-                yield Part(key=key, shape=one.shape, region=one.region, values=values)
-
-
-def steps_of(model: Module, optimizer: Optimizer | None) -> Iterator[tuple[str, str, bytes]]:
-    """The states that are one number, of the parameters of which this rank has a state: name, kind and bytes."""
-    import torch
-
-    from ds_reshard.execution.buffers import memory_of
-
-    for one in _parameters(model):
-        states = optimizer.state.get(one.tensor, {}) if optimizer is not None else {}
-        for kind, value in states.items():
-            if isinstance(value, torch.Tensor) and not value.dim() and one.tensor.dim():
-                yield one.name, kind, bytes(memory_of(value.detach().cpu().reshape(1)))
+                values = local(value).detach().reshape(-1)[one.inside]
+                yield TensorKey(name=one.name, kind=kind), one.shape, one.region, values
 
 
 def second_names(model: Module) -> frozenset[str]:
@@ -365,7 +352,7 @@ def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
         what = f"the optimizer has {others} parameters of no unit" if units else "the model has no flat parameters"
         mend = "give the model that FullyShardedDataParallel returned, and the optimizer that was made of it"
         fault = UnsupportedLayout.fault(where, what, "FSDP1", mend=mend)
-        raise_faults([fault], subject=f"the units of {where}")
+        raise error_of([fault], subject=f"the units of {where}")
     return FlatOrder(
         use_orig_params=any(info.handle._use_orig_params for info in infos.values()),
         parameters=tuple(numbered[id(param)] for param in counted),

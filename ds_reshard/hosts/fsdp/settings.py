@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 
 from ds_reshard.containers.pickle_rules import trust, trust_faults
-from ds_reshard.errors import ConfigError, Fault, raise_faults, wrong_value
+from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 from ds_reshard.operations.name_map import ask_names
 from ds_reshard.operations.watching import ask, watching_faults
 
@@ -23,7 +23,7 @@ def asks_to_verify() -> bool:
 def ask_to_verify(wanted: object) -> None:
     """Verify what is saved from now on, or no longer; ConfigError for anything else than True and False."""
     if not isinstance(wanted, bool):
-        raise_faults([wrong_value(VERIFY_AFTER_SAVE, "True, False", wanted)], subject='ds_reshard.install("fsdp")')
+        raise error_of([wrong_value(VERIFY_AFTER_SAVE, "True, False", wanted)], subject='ds_reshard.install("fsdp")')
     if wanted:
         _ASKED.add(VERIFY_AFTER_SAVE)
     else:

@@ -11,7 +11,7 @@ from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.live import Load
-from ds_reshard.operations.pickles import already_scanned, refuse_unsafe, refuse_unsafe_folder, walk
+from ds_reshard.operations.pickles import already_scanned, refuse_unsafe_folder, walk
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
         return [path for path in paths if _rank_of(path) and path.endswith(MODEL)][:1]
 
     if load is None or load.scanned != folder:
-        refuse_unsafe(files, subject=f"loading {folder}", alone=not dist.is_initialized())
+        refuse_unsafe_folder(folder, files, alone=not dist.is_initialized())
     if not dist.is_initialized():
         yield
         return
@@ -68,10 +68,6 @@ def read(call: Call) -> object:
 def load_file(call: Call) -> object:
     """The same of one file, where it is: of the ranks of the group, who all call it, the first reads it."""
     path, group = call["filename"], getattr(call["self"], "data_parallel_group", None)
-    refuse_unsafe(
-        lambda faults: [path] if os.path.isfile(path) else [],
-        subject=f"loading {path}",
-        group=group,
-        alone=group is None,
-    )
+    here = [path] if os.path.isfile(path) else []
+    refuse_unsafe_folder(path, lambda faults: here, group=group, alone=group is None)
     return call()

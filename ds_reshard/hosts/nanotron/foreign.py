@@ -236,17 +236,17 @@ def load_weights(call: Call) -> object:
     given = cast("Mapping[str, torch.Tensor] | None", call.arguments.get("filtered_state_dict"))
     model = cast(Module, call["model"])
     weights = together(lambda: list(_weights(model, given)), world, subject=subject)
-    plan, faults, cause = attempt(lambda: _plan(foreign, weights, context))
+    planned, faults, cause = attempt(lambda: _plan(foreign, weights, context))
+    copies, found = planned or ([], [])
     names = {name for of_rank in gather([one.name for one in weights], world) for name in of_rank}
     if given is None:
         faults += [*_left_over(foreign, names), *_wanted_later(load, foreign)]
-    agree([*faults, *(plan.faults if plan is not None else ())], world, subject=subject, cause=cause)
-    assert plan is not None
+    agree([*faults, *found], world, subject=subject, cause=cause)
     import torch.distributed as dist
 
     replica = dist.get_rank(context.dp_cp_pg)
     made = {str(number): one.tensor.detach() for number, one in enumerate(weights)}
-    fill(Plan(copies=coalesce(plan.copies)), made, world, replica=replica, subject=subject)
+    fill(Plan(copies=coalesce(copies)), made, world, replica=replica, subject=subject)
     return {one.name: {} for one in weights}
 
 
@@ -284,13 +284,7 @@ def _weights(model: Module, given: Mapping[str, torch.Tensor] | None) -> Iterato
         yield _Weight(name=own, tensor=tensor, parameter=parameter, shape=shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    copies: list[Copy]
-    faults: list[Fault]
-
-
-def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> _Planned:
+def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> tuple[list[Copy], list[Fault]]:
     """The copies that fill this rank's weights, and everything that is wrong with them."""
     copies: list[Copy] = []
     faults = experts_of(context.expert_parallel_size)
@@ -303,7 +297,7 @@ def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) ->
         dtype, (_, tiles) = element_type(one.tensor.dtype), tiles_of_parameter(one.name, one.parameter)
         for region, first in regions_of(tiles, 0, one.tensor.numel()):
             copies += copies_of(shards.index, key, region, buffer=str(number), element_offset=first, dtype=dtype)
-    return _Planned(copies=copies, faults=[*faults, *shards.index.faults, *shards.compare()])
+    return copies, [*faults, *shards.index.faults, *shards.compare()]
 
 
 def _source_of(foreign: Foreign, one: _Weight) -> tuple[TensorKey | None, list[Fault]]:

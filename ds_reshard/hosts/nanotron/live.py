@@ -28,7 +28,6 @@ class ParallelContext(Protocol):
     tp_pg: ProcessGroup
     dp_pg: ProcessGroup
     cp_pg: ProcessGroup
-    ep_pg: ProcessGroup
     dp_cp_pg: ProcessGroup
     expert_parallel_size: int
 

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.operations.ranks import gather, rank
@@ -150,7 +150,7 @@ def refuse_contradiction(load: Load) -> None:
         where, expected = "checkpoints.load_lr_scheduler", f"true, for scheduler {load.policy.scheduler!r}"
         mend = f"{where}: true, or leave out the flag"
         fault = ConfigError.fault(where, "contradicts the resume policy", expected, "false", mend=mend)
-        raise_faults([fault], subject="resume policy")
+        raise error_of([fault], subject="resume policy")
 
 
 def batch_of_run(load: Load, dp: int) -> Batch | None:

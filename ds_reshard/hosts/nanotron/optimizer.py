@@ -22,12 +22,14 @@ from ds_reshard.errors import (
     ModelMismatch,
     ParamGroupMismatch,
     ScheduleMismatch,
+    error_of,
     raise_faults,
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import compare_records
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
+from ds_reshard.formats.nanotron.door import OpenedNanotron
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, read_listing
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
@@ -51,7 +53,6 @@ from ds_reshard.hosts.nanotron.load import (
 from ds_reshard.model.checkpoint import Shards
 from ds_reshard.model.content import Held
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
-from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.operations.filling import fill
@@ -452,13 +453,11 @@ def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, 
 
 
 def _open(listing: NanotronListing) -> Saved:
-    checkpoint = open_checkpoint(listing)
+    source = OpenedNanotron(listing)
+    checkpoint = source.checkpoint
     if checkpoint.facts is None:
-        mend = "--no-load-optim, or load another step"
-        raise_faults([_no_states(f"{listing.folder}/optimizer", "the file of each rank", mend)], subject=listing.folder)
-    assert checkpoint.facts is not None
-    pieces = NanotronShards(checkpoint=checkpoint)
-    index = Index(checkpoint.layout, pieces)
+        where, mend = f"{listing.folder}/optimizer", "--no-load-optim, or load another step"
+        raise error_of([_no_states(where, "the file of each rank", mend)], subject=listing.folder)
     shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
     states = {
         name: {
@@ -473,7 +472,7 @@ def _open(listing: NanotronListing) -> Saved:
         shapes=shapes,
         states=states,
         facts=checkpoint.facts,
-        shards=Shards(index=index, compare=lambda: tuple(pieces.compare())),
+        shards=source.shards(),
         own=checkpoint,
     )
 

@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     ScheduleMismatch,
     UnsupportedLayout,
     damaged,
+    error_of,
     fail,
     raise_faults,
 )
@@ -193,7 +194,7 @@ def load_lr_scheduler(call: Call) -> None:
         found = [*check_is_zero(call.arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), size)]
         raise_faults(found, subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
-            raise_faults([_no_lambdas(scheduler)], subject="load_lr_scheduler")
+            raise error_of([_no_lambdas(scheduler)], subject="load_lr_scheduler")
         if policy.schedule_is_this_runs and not policy.keeps_position:
             return None
         if policy.schedule_is_this_runs:
@@ -341,7 +342,7 @@ def read_rates(
 def foreign_rates(foreign: Foreign, policy: ResumePolicy, groups: Sequence[Sequence[str]]) -> SavedRates:
     """The same of a checkpoint of another format; without groups, the position alone."""
     if lacks_schedule(foreign, policy):
-        raise_faults([no_schedule(foreign)], subject=f"loading {foreign.folder}")
+        raise error_of([no_schedule(foreign)], subject=f"loading {foreign.folder}")
     assert foreign.position is not None
     found = _of_groups(foreign.folder, groups, lambda names: foreign.rates(tuple(names)))
     return SavedRates(
@@ -425,8 +426,7 @@ def saved_arguments(saved: SavedRates) -> tuple[object, int]:
             f"no {', '.join(missing) or _STEPS}",
             mend="restore the config.yaml of that run, or leave out the flag that asks for the checkpoint's schedule",
         )
-        raise_faults([fault], subject="resuming the schedule")
-    assert isinstance(steps, int)
+        raise error_of([fault], subject="resuming the schedule")
     return SimpleNamespace(**values), steps
 
 

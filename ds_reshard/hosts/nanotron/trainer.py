@@ -90,20 +90,12 @@ def _random_states(load: Load, trainer: Trainer) -> tuple[str, str]:
     return "from the checkpoint", "host"
 
 
-class Metadata(Protocol):
-    """`CheckpointMetadata` of serialize/metadata.py, a dataclass; `metas` is one too."""
-
-    metas: Counters
-
-
-class Counters(Protocol):
-    """`TrainingMetadata`: its own check wants the samples of all stages to add up."""
-
-    data_stages: list[object]
-
-
 def load_meta(call: Call) -> object:
-    """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew."""
+    """nanotron's metadata, with counters of 0 where the policy begins the iteration or the data anew.
+
+    `CheckpointMetadata`, `TrainingMetadata` and its stages are dataclasses (serialize/metadata.py); the check of the
+    second one wants the samples of all stages to add up.
+    """
     load, context = current(), cast(ParallelContext, call["parallel_context"])
     world, folder = context.world_pg, folder_of(call["root_folder"])
     foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
@@ -113,15 +105,13 @@ def load_meta(call: Call) -> object:
         meta = together(lambda: meta_of(load, foreign, context), world, subject=f"loading {folder}")
     if policy.keeps_iteration and policy.dataloader == "load":
         return meta
-    metas = cast(Metadata, meta).metas
-    stages = [
-        replace(stage, consumed_train_samples=0, consumed_tokens_per_dataset_folder={})  # type: ignore[type-var]
-        for stage in metas.data_stages
-    ]
+    metas = meta.metas
+    none = {"consumed_train_samples": 0, "consumed_tokens_per_dataset_folder": {}}
+    stages = [replace(stage, **none) for stage in metas.data_stages]
     changed: dict[str, object] = {"consumed_train_samples": 0, "consumed_tokens_total": 0, "data_stages": stages}
     if not policy.keeps_iteration:
         changed |= {"last_train_step": 0, "last_stage_idx": 0}
-    return replace(meta, metas=replace(metas, **changed))  # type: ignore[type-var]
+    return replace(meta, metas=replace(metas, **changed))
 
 
 _FIELDS = ("random", "numpy", "torch_cpu", "torch_cuda")
