@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -98,18 +98,7 @@ def write_tensor_parallel(folder: Path, shapes: Mapping[str, Shape], tp: int, dp
         "tp_replicated_parameter_patterns": [r".*norm[12]?\.weight"],
         "parameter_with_row_parallelism_patterns": [rf".*\.{end}" for end in ROWS],
     }
-    total = sum(map(prod, local.values()))
-    chunk = -(-total // (2 * dp)) * 2
-    for number in range(tp):
-        write_sparse(tag / f"mp_rank_{number:02d}_model_states.pt", model)
-        made: dict[tuple[int, int], SparseArchive] = {}
-        for rank in range(dp):
-            name = OPTIM.format(rank).replace("mp_rank_00", f"mp_rank_{number:02d}")
-            used = max(0, min(chunk, total - rank * chunk))
-            if (len(name), used) not in made:
-                content = {"optimizer_state_dict": _flat(used, chunk, dp, 1), **_said(config)}
-                made[len(name), used] = sparse_archive(name, content)
-            made[len(name), used].renamed(name).write(tag)
+    _write_columns(tag, range(tp), model, sum(map(prod, local.values())), dp, config)
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
@@ -153,18 +142,8 @@ def write_pipeline(folder: Path, shapes: Mapping[str, Shape], tp: int, pp: int, 
         model = {**_model_file(held, dp, 1, config), "module": None, "mp_world_size": tp * pp}
         model |= {"checkpoint_parallel_dimensions": {"pp_degree": pp, "tp_degree": tp}}
         model["universal_checkpoint_info"] = info
-        total = sum(map(prod, held.values()))
-        chunk = -(-total // (2 * dp)) * 2
-        first: dict[tuple[int, int], SparseArchive] = {}
-        for number in range(stage * tp, (stage + 1) * tp):
-            write_sparse(tag / f"mp_rank_{number:02d}_model_states.pt", model)
-            for rank in range(dp):
-                name = OPTIM.format(rank).replace("mp_rank_00", f"mp_rank_{number:02d}")
-                used = max(0, min(chunk, total - rank * chunk))
-                if (len(name), used) not in first:
-                    content = {"optimizer_state_dict": _flat(used, chunk, dp, 1), **_said(config)}
-                    first[len(name), used] = sparse_archive(name, content)
-                first[len(name), used].renamed(name).write(tag)
+        numbers = range(stage * tp, (stage + 1) * tp)
+        _write_columns(tag, numbers, model, sum(map(prod, held.values())), dp, config)
     return sum(file.stat().st_size for file in tag.iterdir())
 
 
@@ -175,6 +154,23 @@ def shard(name: str, shape: Shape, tp: int) -> Shape:
 
 
 OPTIM = "bf16_zero_pp_rank_{}_mp_rank_00_optim_states"
+
+
+def _write_columns(
+    tag: Path, numbers: Sequence[int], model: object, numel: int, dp: int, config: dict[str, Any]
+) -> None:
+    """Model files of these numbers, and the optimizer files of the ranks of each, alike but for their names."""
+    chunk = -(-numel // (2 * dp)) * 2
+    made: dict[tuple[int, int], SparseArchive] = {}
+    for number in numbers:
+        write_sparse(tag / f"mp_rank_{number:02d}_model_states.pt", model)
+        for rank in range(dp):
+            name = OPTIM.format(rank).replace("mp_rank_00", f"mp_rank_{number:02d}")
+            used = max(0, min(chunk, numel - rank * chunk))
+            if (len(name), used) not in made:
+                content = {"optimizer_state_dict": _flat(used, chunk, dp, 1), **_said(config)}
+                made[len(name), used] = sparse_archive(name, content)
+            made[len(name), used].renamed(name).write(tag)
 
 
 def _write_ranks(tag: Path, stem: str, value: object, dp: int, ranks: Collection[int] | None) -> None:
