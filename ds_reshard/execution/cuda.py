@@ -260,7 +260,7 @@ class _Load:
             self._free.put(slot)
         work = list(chunks(copies, len(slots[0].memory), executor.named))
         paths = [run.record.path for chunk in work for run in chunk.runs]
-        with OpenFiles(paths, self._outcome) as self._files:
+        with OpenFiles(paths) as self._files:
             left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
             try:
                 with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
@@ -350,7 +350,7 @@ class _Load:
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""
         path, host = run.record.path, self._executor.host
-        crc = calls = done = 0
+        crc = done = 0
         try:
             fd = self._files.acquire(path)
             while done < run.nbytes:
@@ -361,7 +361,7 @@ class _Load:
                     return False
                 if host.checksum:
                     crc = crc32(part[:got], crc)
-                done, calls = done + got, calls + 1
+                done += got
         except OSError as error:
             self._note(read_failed(path, error))
             return False
@@ -370,7 +370,6 @@ class _Load:
         with self._noting:
             self._outcome.bytes_read += run.nbytes
             host.nbytes_read += run.nbytes
-            self._outcome.read_calls += calls
             if host.checksum:
                 at = run.byte_offset - run.record.byte_offset
                 self._outcome.slices.setdefault(run.record, []).append(

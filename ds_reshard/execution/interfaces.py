@@ -50,8 +50,6 @@ class Outcome:
     slices: dict[Record, list[Slice]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     bytes_read: int = 0
-    read_calls: int = 0
-    files_opened: int = 0
 
     def add(self, other: Outcome) -> None:
         """Count what another execution has read as well."""
@@ -59,8 +57,6 @@ class Outcome:
             self.slices.setdefault(record, []).extend(slices)
         self.faults += other.faults
         self.bytes_read += other.bytes_read
-        self.read_calls += other.read_calls
-        self.files_opened += other.files_opened
 
 
 class Executor(Protocol):

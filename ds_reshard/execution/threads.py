@@ -27,11 +27,10 @@ from ds_reshard.planning.plan import Plan, cut_checks
 class OpenFiles:
     """File descriptors by path, each closed when its last reader is done; `paths` names one for each reader."""
 
-    def __init__(self, paths: Iterable[str], outcome: Outcome) -> None:
+    def __init__(self, paths: Iterable[str]) -> None:
         self._left = Counter(paths)
         self._open: dict[str, Opened] = {}
         self._lock = threading.Lock()
-        self._outcome = outcome
 
     def __enter__(self) -> OpenFiles:
         return self
@@ -45,7 +44,6 @@ class OpenFiles:
         with self._lock:
             if path not in self._open:
                 self._open[path] = opened(path)
-                self._outcome.files_opened += 1
             return self._open[path]
 
     def release(self, path: str) -> None:
@@ -103,7 +101,7 @@ class ThreadExecutor:
         threads = max(self.threads, min(AT_ONCE // 2, room)) if remote else self.threads
         with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
             for batches in self._batches(plan, remote=bool(remote)):
-                files = OpenFiles((batch.record.path for batch in batches), outcome)
+                files = OpenFiles(batch.record.path for batch in batches)
                 work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
                 left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
                 with files:
@@ -183,8 +181,7 @@ class _Work:
 
     def _move(self, batch: _Batch, fd: Opened) -> None:
         offsets, views, staged = self._views(batch)
-        calls = self._read(fd, offsets, views, batch)
-        if calls is None:
+        if not self._read(fd, offsets, views, batch):
             return
         slices = list(_slices(batch.record, offsets, views)) if self.executor.checksum else []
         if self.executor.saw is not None and batch.copies is not None:
@@ -192,7 +189,6 @@ class _Work:
         for target, element_offset, view, dtype in staged:
             target.store(element_offset, view, dtype)
         with self._lock:
-            self.outcome.read_calls += calls
             self.outcome.bytes_read += batch.nbytes
             self.executor.nbytes_read += batch.nbytes
             if self.executor.checksum:
@@ -227,12 +223,12 @@ class _Work:
         memory: memoryview = self._scratch.memory
         return memory
 
-    def _read(self, fd: Opened, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch) -> int | None:
-        """Fill the views; the number of system calls, or None after a fault was noted.
+    def _read(self, fd: Opened, offsets: Sequence[int], views: Sequence[memoryview], batch: _Batch) -> bool:
+        """Fill the views; False after a fault was noted.
 
         A few bytes that nobody wants between two views are read with them, into scratch memory behind all that is used.
         """
-        calls = first = 0
+        first = 0
         together: list[memoryview] = []
         scratch, end = self._scratch_memory(), offsets[0]
         for number, (at, view) in enumerate(zip(offsets, views, strict=True)):
@@ -240,22 +236,18 @@ class _Work:
             if 0 < between <= batch.between_nbytes:
                 together.append(scratch[-between:])
             elif between:
-                done = self._read_together(fd, offsets[first], together, batch)
-                if done is None:
-                    return None
-                calls, first, together = calls + done, number, []
+                if not self._read_together(fd, offsets[first], together, batch):
+                    return False
+                first, together = number, []
             together.append(view)
-        done = self._read_together(fd, offsets[first], together, batch)
-        return None if done is None else calls + done
+        return self._read_together(fd, offsets[first], together, batch)
 
-    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch) -> int | None:
-        calls = 0
+    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch) -> bool:
         while views:
             got = read_into(fd, views, offset)
-            calls += 1
             if got == 0:
                 self._fault(ended_early(batch.record.path, batch.byte_offset, batch.nbytes, offset))
-                return None
+                return False
             offset += got
             number = 0
             while number < len(views) and got >= len(views[number]):
@@ -264,7 +256,7 @@ class _Work:
             views = views[number:]
             if views and got:
                 views[0] = views[0][got:]
-        return calls
+        return True
 
     def _fault(self, fault: Fault) -> None:
         with self._lock:
