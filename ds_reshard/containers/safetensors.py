@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.containers.torch_zip_writer import Member
+from ds_reshard.containers.torch_zip_writer import Member, PlainPlan
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.records import ElementType, StorageRecord, TensorRecord, new_tensor
+from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 
 DTYPES = {
     ElementType.FLOAT64: "F64",
@@ -38,21 +38,7 @@ DTYPES = {
 _ALIGNMENT = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SafetensorsPlan:
-    """One file to be written: its header, and the place of each storage, by key."""
-
-    header: bytes
-    storages: Mapping[str, StorageRecord]
-    places: Mapping[str, Member]
-    nbytes: int
-
-    def parts(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes but those of the storages, each with its offset; the format has no checksums."""
-        yield 0, self.header
-
-
-def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str, str]) -> SafetensorsPlan:
+def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str, str]) -> PlainPlan:
     """Where everything lies in a file of these tensors, each row-major and alone in its storage.
 
     Raises UnsupportedLayout for an element type that the format has not.
@@ -74,7 +60,7 @@ def plan_safetensors(tensors: Mapping[str, TensorRecord], metadata: Mapping[str,
         places[key] = Member(name=name, header_offset=start, byte_offset=start, nbytes=tensor.nbytes)
         start += tensor.nbytes
     storages = {tensor.storage.key: tensor.storage for tensor in tensors.values()}
-    return SafetensorsPlan(header=header, storages=storages, places=places, nbytes=start)
+    return PlainPlan(data=header, storages=storages, places=places)
 
 
 _FILE_NBYTES = 5 * 10**9

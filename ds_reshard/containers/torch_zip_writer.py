@@ -98,7 +98,7 @@ class ArchivePlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainPlan:
-    """A text file of a checkpoint, of `data`, written with the same care as an archive; it has no storages."""
+    """A file without checksums of its own: `data`, and the storages behind it, if there are some."""
 
     data: bytes
     storages: Mapping[str, StorageRecord] = field(default_factory=dict)
@@ -106,10 +106,10 @@ class PlainPlan:
 
     @property
     def nbytes(self) -> int:
-        return len(self.data)
+        return len(self.data) + sum(place.nbytes for place in self.places.values())
 
     def parts(self, checksums: Mapping[str, int]) -> Iterator[tuple[int, bytes]]:
-        """All bytes, each with its offset."""
+        """All bytes but those of the storages, each with its offset."""
         yield 0, self.data
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.dcp_directory import ArchivesPlan, plan_archives
-from ds_reshard.containers.safetensors import SafetensorsPlan, plan_safetensors
+from ds_reshard.containers.safetensors import plan_safetensors
 from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_archive
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.checkpoint import Checkpoint
@@ -42,7 +42,7 @@ def target_of(source: Checkpoint, asked: Asked) -> Target:
     return replace(target, basis=basis)
 
 
-FilePlan = ArchivePlan | ArchivesPlan | SafetensorsPlan | PlainPlan
+FilePlan = ArchivePlan | ArchivesPlan | PlainPlan
 
 
 def archive_of(file: TargetFile) -> FilePlan:
