@@ -437,7 +437,8 @@ def _overlooked(engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheck
     """
     if mine.features or mine.live is None or mine.live.stage == 0:
         return False
-    if mine.live.kind == "zero3" and any(group["params"] for group in mine.live.groups):
+    fresh = type(engine.optimizer.optimizer).__name__ == "Adagrad" and any(one["params"] for one in mine.live.groups)
+    if mine.live.kind == "zero3" and fresh:
         return True
     late = clipping_faults(engine, checkpoint.optimizer_entries, frozenset())
     return bool(late) or any(state_faults(engine, mine.live, checkpoint))

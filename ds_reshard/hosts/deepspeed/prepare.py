@@ -328,7 +328,9 @@ def same_layout(
     number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
     steps, it overlooks. Between fp16 and another precision it would take over how the loss was scaled.
     """
-    if checkpoint.foreign or (live is not None and checkpoint.model.in_fp16 is not in_fp16(engine)):
+    if checkpoint.foreign:
+        return False
+    if live is not None and checkpoint.model.in_fp16 is not in_fp16(engine):
         return False
     if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
