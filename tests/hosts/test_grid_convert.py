@@ -21,7 +21,7 @@ from grid_truth import tensors
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
-from ds_reshard.operations import convert, diff, fingerprint, plan
+from ds_reshard.operations import convert, diff, fingerprint, plan, verify
 
 pytestmark = pytest.mark.distributed
 
@@ -257,6 +257,15 @@ def test_experts_are_written_for_one_expert_parallel_rank(
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
         assert [group["name"] for group in rank["groups"]] == ["all", f"ep_size_{target.ep}"]
     assert not any(one.state != "equal" for one in diff(str(folders(source)), str(out)).tensors)
+
+
+def test_experts_of_a_folder_that_does_not_say_how_many_they_are(worlds: Any, folders: Folders, tmp_path: Path) -> None:
+    """As what plain PyTorch has saved; DeepSpeed wants their number for each layer."""
+    between = converted(folders(MOE), tmp_path / "between", MOE, "pytorch")
+    out = converted(between, tmp_path / "out", MOE, "zero2", dp=2, ep=1)
+    assert not verify(str(out), deep=True).faults
+    arguments = {"grid": Grid("moe", dp=2, stage=2), "folder": str(out), "saved_ep": 2, "hooks": False}
+    assert [rank["wrong"] for rank in worlds[2].run("grid_jobs.load", **arguments)] == [{}, {}]
 
 
 def test_experts_have_no_stage_3(folders: Folders, tmp_path: Path) -> None:

@@ -343,7 +343,10 @@ class ModelTarget:
             "frozen_param_fragments": fragments if keeps_frozen else None,
             "dp_world_size": self.dp,
         }
-        return {**saved.entries, **changed}
+        experts: dict[str, set[int]] = {}
+        for layer, number, _ in filter(None, map(expert_of, module)):
+            experts.setdefault(layer, set()).add(number)
+        return {**saved.entries, **({"num_experts": [*map(len, experts.values())]} if experts else {}), **changed}
 
     def apart(self) -> Mapping[str, Mapping[str, TensorKey]]:
         """The files of layers or experts (`_get_expert_ckpt_name`, engine.py) with their weights by the names there."""
