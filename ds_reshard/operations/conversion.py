@@ -13,7 +13,15 @@ from typing import NamedTuple, TypeVar
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.remote import PART_NBYTES, is_url
-from ds_reshard.errors import CheckpointDamaged, Fault, InternalError, ReadFailed, error_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    Fault,
+    InternalError,
+    ReadFailed,
+    UnsupportedLayout,
+    error_of,
+    raise_faults,
+)
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
@@ -61,6 +69,7 @@ def convert_listing(
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
     sizes = _sizes(target)
+    raise_faults(_unnamed(target), subject=f"converting {source.folder}")
     refuse_places(path, out, sum(sizes.values()))
     what = {
         "ds_reshard": VERSION,
@@ -99,6 +108,14 @@ def convert_listing(
         notes=target.notes,
         written_by_rank=tuple(one.bytes_written for one in done),
     )
+
+
+def _unnamed(target: Target) -> Iterator[Fault]:
+    """Tags that no file can name: frameworks read it as UTF-8."""
+    for file, text in target.pointers.items():
+        if text != text.encode("utf-8", "replace").decode("utf-8"):
+            mend = "give the source's folder a name of letters that have codes"
+            yield UnsupportedLayout.fault(file, "would name a tag that is no UTF-8", found=repr(text), mend=mend)
 
 
 @uncollected()

@@ -52,6 +52,13 @@ def test_places(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     _refused(source, tmp_path / "out", "has 1000 bytes free", "free space")
 
 
+def test_a_tag_that_no_file_can_name(source: Path, tmp_path: Path) -> None:
+    """A folder whose name is no UTF-8: 'latest' could not be written when all else was."""
+    name = os.fsdecode(b"step\xff3")
+    (source / "global_step3").rename(source / name)
+    _refused(source, tmp_path / "out", "latest: would name a tag that is no UTF-8", r"'step\udcff3'", tag=name)
+
+
 def test_settings(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _refused(source, tmp_path / "out", "'zero4' is no format", "zero1 | zero2", to="zero4")
     _refused(source, tmp_path / "out", "loaded at any size", to="universal", dp=2)
