@@ -174,6 +174,7 @@ def test_states_that_are_no_flat_parts_of_parameters_are_refused_by_name() -> No
 
 
 FIRST, LAST = (f"decoder_{end}_pipeline_num_layers" for end in ("first", "last"))
+LAYOUT = "pipeline_model_parallel_layout"
 COUNTED = {f"account_for_{what}_in_pipeline_split": True for what in ("embedding", "loss")}
 STAGES = [
     ((4, 2, 1), {}, [[0, 1], [2, 3]]),
@@ -183,7 +184,14 @@ STAGES = [
     ((4, 2, 3), COUNTED, [[], [0], [1], [2], [3], []]),
     ((8, 3, 2), {FIRST: 2, LAST: 4}, [[0], [1], [2, 3], [4], [5], [6, 7]]),
     ((8, 2, 1), {FIRST: 3, LAST: 5}, [[0, 1, 2], [3, 4, 5, 6, 7]]),
+    ((4, 2, 1), {LAYOUT: "Et|t*3,L"}, [[0], [1, 2, 3]]),
+    ((4, 2, 2), {LAYOUT: "Ett|t||tL"}, [[0, 1], [2], [], [3]]),
+    ((5, 3, 2), {LAYOUT: "E|(t|)*3t,t|mL"}, [[], [0], [1], [2], [3, 4], []]),
     ((5, 2, 1), {}, None),
+    ((5, 2, 1), {LAYOUT: "Ett|ttL"}, None),
+    ((4, 2, 1), {LAYOUT: "Ett|t|tL"}, None),
+    ((4, 2, 1), {LAYOUT: "Ett|ttxL"}, None),
+    ((4, 2, 1), {LAYOUT: "Ett|((((t*9999)*9999)*9999)*9999)*9999L"}, None),
     ((8, 3, 2), {FIRST: 3}, None),
     ((4, 2, 1), {FIRST: 1, **COUNTED}, None),
     ((8, 2, 1), {FIRST: 3, LAST: 4}, None),

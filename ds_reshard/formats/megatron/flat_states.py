@@ -11,6 +11,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from math import prod
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory
@@ -53,7 +54,7 @@ _LAYER = {
 }
 """The order in which a layer's modules are built (core/models/gpt/gpt_layer_specs.py, core/transformer/attention.py,
 0.19.2), by the names that their tensors have in a checkpoint; the order inside Transformer Engine's is inferred."""
-_UNEVEN = ("pipeline_model_parallel_layout", "mtp_num_layers")
+_UNEVEN = ("mtp_num_layers",)
 RESAVE = "load it with the Megatron-LM that saved it, and save it with --dist-ckpt-optim-fully-reshardable"
 
 
@@ -119,14 +120,14 @@ def find_states(
 def laid_out(
     arguments: Mapping[str, object], weights: Mapping[TensorKey, Placement], *, chained: bool
 ) -> Iterator[tuple[FlatRank, int, list[Bucket]]]:
-    """The buckets of each buffer of each rank whose state is saved: a buffer is of a rank and a model chunk."""
+    """The buckets of each buffer of each rank whose state is saved, numbered: one of each chunk with parameters."""
     pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
     fast = bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
     for rank in _ranks(arguments, chained=chained):
-        for chunk in range(vp):
-            slots = list(_slots(rank, chunk, pp, vp, arguments, weights))
+        chunks = ((chunk, list(_slots(rank, chunk, pp, vp, arguments, weights))) for chunk in range(vp))
+        for number, (chunk, slots) in enumerate((chunk, slots) for chunk, slots in chunks if slots):
             size = bucket_size_of(arguments, rank.stage, chunk)
-            yield rank, chunk, buckets_of(slots, bucket_size=size, dp=rank.shards, fast=fast)
+            yield rank, number, buckets_of(slots, bucket_size=size, dp=rank.shards, fast=fast)
 
 
 def unplaced(path: str, weights: Mapping[TensorKey, Placement], known: Collection[str]) -> Iterator[Fault]:
@@ -165,26 +166,49 @@ def layers_of(arguments: Mapping[str, object]) -> dict[tuple[int, int], range] |
     Each chunk is dealt out to all stages, before the next (`get_num_layers_to_build`, core/transformer/
     transformer_block.py, and `get_transformer_layer_offset`, transformer_layer.py, 0.16.1 to 0.19.2).
     """
-    layers = arguments.get("num_layers")
+    layers, layout = arguments.get("num_layers"), arguments.get("pipeline_model_parallel_layout")
     pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
+    if not isinstance(layers, int):
+        return None
+    counts = _laid_out(str(layout)) if layout else _dealt_out(arguments, layers, pp, vp)
+    if len(counts) != pp * vp or sum(counts) != layers or min(counts) < 0:
+        return None
+    spans = (range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
+    return {(at % pp, at // pp): span for at, span in enumerate(spans)}
+
+
+def _dealt_out(arguments: Mapping[str, object], layers: int, pp: int, vp: int) -> list[int]:
+    """How many layers each stage has of the first chunk, then of the next; none where that cannot be."""
     ends = [arguments.get(f"decoder_{end}_pipeline_num_layers") for end in ("first", "last")]
     fixed = [one for one in ends if isinstance(one, int)]
     first, last = (bool(arguments.get(f"account_for_{one}_in_pipeline_split")) for one in ("embedding", "loss"))
-    if not isinstance(layers, int) or len(fixed) > pp or (fixed and (first or last)):
-        return None
-    others, rest = max(1, pp - len(fixed)), layers - sum(fixed) + first + last
-    counts = [rest // others] * pp
+    if len(fixed) > pp or (fixed and (first or last)):
+        return []
+    counts = [(layers - sum(fixed) + first + last) // max(1, pp - len(fixed))] * pp
     for stage, one in zip((0, pp - 1), ends, strict=True):
         counts[stage] = one if isinstance(one, int) else counts[stage]
     if any(count % vp for count in counts):
-        return None
-    made, begin = dict[tuple[int, int], range](), 0
-    for chunk, stage in ((chunk, stage) for chunk in range(vp) for stage in range(pp)):
-        begins, ends_here = (stage, chunk) == (0, 0), (stage, chunk) == (pp - 1, vp - 1)
-        count = counts[stage] // vp - (first and begins) - (last and ends_here)
-        made[stage, chunk] = range(begin, begin + count)
-        begin += count
-    return made if begin == layers and all(one.stop >= one.start for one in made.values()) else None
+        return []
+    made = [count // vp for count in counts] * vp
+    made[0] -= first
+    made[-1] -= last
+    return made
+
+
+_LONGEST = 10_000
+
+
+def _laid_out(layout: str) -> list[int]:
+    """The same of `--pipeline-model-parallel-layout`; none where the text is none, or longer than a layout can be.
+
+    `parse_str_to_list`, core/transformer/pipeline_parallel_layer_layout.py, 0.18.2 and 0.19.2.
+    """
+    layout = layout.replace(",", "")
+    for pattern in (r"\(([^)]+)\)\*(\d{1,4})", r"(.)\*(\d{1,4})"):
+        if len(layout) > _LONGEST:
+            return []
+        layout = re.sub(pattern, lambda found: found[1] * int(found[2]), layout)
+    return [stage.count("t") for stage in layout.split("|")] if set(layout) <= set("EtmL|") else []
 
 
 def size_of(arguments: Mapping[str, object], name: str) -> int:

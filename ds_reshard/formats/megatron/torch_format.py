@@ -363,9 +363,11 @@ def _pieces(rank: _Rank, faults: list[Fault]) -> Iterator[_Piece]:
     yield from (piece for chunk in chunks for piece in chunk)
     if rank.flat:
         for optimizer, flat in enumerate(rank.flat):
-            for number, chunk in enumerate(chunks if flat is not None else ()):
-                own = [one for one in chunk if len(rank.flat) == 1 or (EXPERTS in one.key.name) is bool(optimizer)]
-                yield from _flat(rank, flat, number, own, experts=bool(optimizer), faults=faults)
+            held = chunks if flat is not None else []
+            if len(rank.flat) > 1:
+                held = [[one for one in chunk if (EXPERTS in one.key.name) is bool(optimizer)] for chunk in held]
+            for buffer, number in enumerate(number for number, own in enumerate(held) if own):
+                yield from _flat(rank, flat, buffer, number, held[number], experts=bool(optimizer), faults=faults)
     elif "optimizer" in rank.held:
         yield from _plain(rank, [piece for chunk in chunks for piece in chunk], faults)
 
@@ -442,11 +444,21 @@ def boxes_of(
 
 
 def _flat(
-    rank: _Rank, flat: object, number: int, weights: Sequence[_Piece], *, experts: bool, faults: list[Fault]
+    rank: _Rank,
+    flat: object,
+    buffer: int,
+    number: int,
+    weights: Sequence[_Piece],
+    *,
+    experts: bool,
+    faults: list[Fault],
 ) -> Iterator[_Piece]:
-    """The pieces of a flat buffer, in which the padding at the end of each bucket is left out (`buckets_coalesced`)."""
+    """The pieces of a flat buffer, in which the padding at the end of each bucket is left out (`buckets_coalesced`).
+
+    Buffers are numbered without those chunks of the model that have no parameters.
+    """
     path, arguments = os.path.join(rank.path, FLAT_FILE), rank.arguments
-    held = flat.get(number) if isinstance(flat, Mapping) else None
+    held = flat.get(buffer) if isinstance(flat, Mapping) else None
     tensors = next(iter(held.values())) if isinstance(held, Mapping) and len(held) == 1 else None
     if not isinstance(flat, Mapping) or not isinstance(tensors, Mapping) or flat.get("buckets_coalesced") is not True:
         what = f"holds no flat buffer of one type for model chunk {number}"

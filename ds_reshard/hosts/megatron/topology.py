@@ -118,7 +118,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
         sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
         if sizes[0] != sizes[1]:
             found.append(f"{label} {sizes[0]} as saved, {sizes[1]} now")
-    stages = [layers_of(arguments) for arguments in (saved.arguments, run)]
+    stages = [_stages(arguments) for arguments in (saved.arguments, run)]
     if stages[0] != stages[1] and not found:
         found.append("other layers of each pipeline stage")
     layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
@@ -146,6 +146,12 @@ def _size(arguments: Mapping[str, object], name: str) -> int:
     if name == "expert_tensor_parallel_size" and not arguments.get(name):
         name = "tensor_model_parallel_size"
     return size_of(arguments, name)
+
+
+def _stages(arguments: Mapping[str, object]) -> tuple[object, ...]:
+    """Which layers each pipeline stage has; where the layout puts those of multi-token prediction, its own words."""
+    apart = arguments.get("pipeline_model_parallel_layout") if arguments.get("mtp_num_layers") else None
+    return layers_of(arguments), apart
 
 
 def _types(arguments: Mapping[str, object]) -> str:

@@ -51,6 +51,9 @@ TOPOLOGIES = {
     "ep2pp2": (EP + PP, 4),
     "first": (FIRST, 2),
     "vp3": (VP3, 2),
+    "layout": (PP + "--pipeline-model-parallel-layout Et|(t|)*2tL ", 2),
+    "moved": (PP + "--pipeline-model-parallel-layout Ett|t||tL ", 2),
+    "uneven": (PP + "--pipeline-model-parallel-layout Et|t*3L ", 2),
     "tp2etp1": (TP + "--expert-tensor-parallel-size 1 ", 2),
 }
 FORMS: dict[str, dict[str, Any]] = {
@@ -109,6 +112,9 @@ CELLS = [
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
     _cell("B", "dp2", "dp2", "bf16", "fp32"),
     _cell("B", "dp2", "dp2", "fp32", "bf16", forms=("buckets",)),
+    _cell("B", "layout", "moved", "bf16", forms=("torch",)),
+    _cell("B", "moved", "layout"),
+    _cell("BT", "uneven", "tp2"),
 ]
 if EVERY:
     CELLS += [
@@ -203,6 +209,17 @@ def test_another_topology(saved: Saved, releases: Any, release: str, cell: Cell,
     assert states is not None
     if "ep2" in cell.saved[0] + cell.loaded[0]:  # experts draw by their own rank
         assert (states["used"], states["because"]) == ("of this run", row["because"])
+
+
+def test_weights_alone_of_stages_that_are_laid_out_otherwise(saved: Saved, releases: Any) -> None:
+    """Of format `torch` Megatron leaves those as they were made that it finds under no number, and says nothing."""
+    folder = saved("0.19.2", "B", ("pp2", "bf16"), "torch")
+    for hooks in (False, True):
+        told = _load(releases, "0.19.2", "B", ("uneven", "bf16"), folder, "--no-load-optim", hooks=hooks)
+        wrong = [text for one in told for text in one["wrong"] if text.startswith("weight")]
+        assert bool(wrong) is not hooks
+    row = _row(told[0], "tensors read by")
+    assert row is not None and row["because"] == "other layers of each pipeline stage"
 
 
 @pytest.mark.parametrize("form", FORMS)
