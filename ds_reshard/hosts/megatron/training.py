@@ -239,7 +239,7 @@ def load_base_checkpoint(call: Call) -> Base:
     load.where = _folder(name)
     load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
     try:
-        faults = look(load, state, release, kind, arguments)
+        faults = look(load, state, release, kind, arguments, first=bool(call.arguments.get("rank0")))
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -251,8 +251,13 @@ def load_base_checkpoint(call: Call) -> Base:
     return result
 
 
-def look(load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object) -> list[Fault]:
-    """Note what was found, and say what of it cannot be resumed as asked."""
+def look(
+    load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object, *, first: bool = False
+) -> list[Fault]:
+    """Note what was found, and say what of it cannot be resumed as asked.
+
+    `first` is whether it is the first rank's, of which in format `torch` other ranks' param groups say nothing.
+    """
     policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
     groups = state.get("optimizer")
     if load.read_in_place and not release and optimizer is not None and _reads_groups(policy):
@@ -267,7 +272,8 @@ def look(load: Load, state: Mapping[str, object], release: bool, kind: object, a
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
         faults += differing
-        if optimizer is not None and _reads_groups(policy):
+        others = first and name == "LEGACY" and load.taken is None
+        if optimizer is not None and _reads_groups(policy) and not others:
             faults += _group_faults(load, groups, differing)
     return faults
 

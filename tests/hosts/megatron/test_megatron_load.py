@@ -222,6 +222,15 @@ def test_weights_alone_of_stages_that_are_laid_out_otherwise(saved: Saved, relea
     assert row is not None and row["because"] == "other layers of each pipeline stage"
 
 
+@pytest.mark.parametrize("now", ["pp2", "layout of the same"])
+def test_stages_of_format_torch_in_a_run_that_saves_another(saved: Saved, releases: Any, now: str) -> None:
+    """Every rank then reads the first stage's file, too: what that says of groups is no other stage's."""
+    folder = saved("0.19.2", "B", ("pp2", "bf16"), "torch")
+    more = "" if now == "pp2" else "--pipeline-model-parallel-layout Ett|ttL"
+    told = _load(releases, "0.19.2", "B", ("pp2", "bf16"), folder, f"--ckpt-format torch_dist {more}")
+    assert _is_right(told) and _row(told[0], "tensors read by") is None
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("before", "now"), [WITH_TRAINING, WITH_TRAINING[::-1]])
 def test_experts_that_another_release_has_kept_among_the_dense_parameters(
