@@ -106,12 +106,11 @@ def find_states(
             _numbers(directory, f"{rank.prefix}.{name}") for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
         ]
         dtype = _same(directory, rank, chunk, sizes, buckets, found.faults)
+        known.update(slot.name for bucket in buckets for _, slot in bucket.slots)
         for number, bucket in enumerate(buckets if dtype is not None else ()):
-            known.update(slot.name for _, slot in bucket.slots)
             stem = f"{rank.prefix}.gbuf_idx_{chunk}.dtype_{dtype}.bucket_idx_{number}"
             _place(directory, stem, bucket, seen, found, left)
-    if not found.faults:
-        found.faults += unplaced(directory.path, weights, known)
+    found.faults = list(unplaced(directory.path, weights, known)) or found.faults  # which make other buckets
     for stem in sorted(left) if not found.faults else ():
         found.faults.append(_other(directory.path, f"{stem}: the arguments call for no such bucket", "none", "one"))
     return found

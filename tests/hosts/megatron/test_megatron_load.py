@@ -288,6 +288,16 @@ def test_flags_of_the_policy_hold_at_the_same_time(saved: Saved, releases: Any, 
     )
 
 
+def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, tmp_path: Path) -> None:
+    shared = f"{MODELS['M']}--moe-shared-expert-intermediate-size 24 "
+    job = {"ranks": 1, "arguments": OPTIMIZERS["sharded"] + shared}
+    releases["0.19.2"].run("format_jobs:save", saves=[{"save": str(tmp_path), **FORMS["buckets"]}], **job)
+    job["arguments"] = f"{job['arguments']} --ds-reshard-always --load {tmp_path}"
+    _refuses(
+        releases["0.19.2"].run("load_jobs:refused", **job), "UnsupportedLayout", "shared_experts.linear_fc1.weight"
+    )
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
