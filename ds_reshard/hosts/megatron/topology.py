@@ -12,9 +12,17 @@ from dataclasses import dataclass
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, is_megatrons
+from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import bucket_size_of
-from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, chain_of, find_iteration, read_common
+from ds_reshard.formats.megatron.checkpoint import (
+    TRACKER,
+    arguments_of,
+    chain_of,
+    find_iteration,
+    latest_iteration,
+    read_common,
+)
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 
@@ -66,18 +74,18 @@ class Saved:
 def find_saved(arguments: Namespace) -> Saved | None:
     """What `--load` names, None for what is left to Megatron: nothing there, another format, a release.
 
-    Also where files of Megatron's own choice come first: non-persistent checkpoints, or `--pretrained-checkpoint`.
+    Also where files of Megatron's own choice come first: local checkpoints, or `--pretrained-checkpoint`.
     """
-    path, step = getattr(arguments, "load", None), getattr(arguments, "ckpt_step", None)
-    apart = ("non_persistent_ckpt_type", "non_persistent_global_ckpt_dir", "use_megatron_fsdp", "use_torch_fsdp2")
-    if path is not None:
-        folders.renew(path)
-    if path is None or not folders.is_folder(path) or any(getattr(arguments, name, None) for name in apart):
+    path = getattr(arguments, "load", None)
+    apart = ("use_megatron_fsdp", "use_torch_fsdp2")
+    if path is None or any(getattr(arguments, name, None) for name in apart):
         return None
+    folders.renew(path)
     try:
-        if not folders.is_file(os.path.join(path, TRACKER)):
+        looked_in = _looked_in(arguments, path)
+        if looked_in is None or not folders.is_file(os.path.join(looked_in[0], TRACKER)):
             return None
-        folder = find_iteration(path, str(step) if step else None)
+        folder = find_iteration(*looked_in)
         whole = is_megatrons(folder)
         if os.path.basename(folder) == "release" or not (whole or is_torch_format(folder)):
             return None
@@ -89,6 +97,31 @@ def find_saved(arguments: Namespace) -> Saved | None:
         return None
     held = arguments_of(common.get("args"))
     return Saved(folder=folder, whole=whole, common=common, objects=objects, arguments=held)
+
+
+def _looked_in(arguments: Namespace, path: str) -> tuple[str, str | None] | None:
+    """The folder that Megatron takes an iteration from, and which one it is asked for, None for the latest.
+
+    Non-persistent checkpoints come first unless older than the persistent one, which alone `--ckpt-step` chooses; only
+    Megatron knows of those on the nodes' own disks (`_load_base_checkpoint`, megatron/training/checkpointing.py,
+    0.18.2 and 0.19.2).
+    """
+    kind, step = getattr(arguments, "non_persistent_ckpt_type", None), getattr(arguments, "ckpt_step", None)
+    persistent = path, str(step) if step else None
+    if kind is None:
+        return persistent
+    elsewhere = getattr(arguments, "pretrained_checkpoint", None) is not None and _latest(path) < 0
+    if kind != "global" or elsewhere or is_url(path):
+        return None
+    beside = getattr(arguments, "non_persistent_global_ckpt_dir", None) or os.path.join(path, "non_persistent")
+    newest = _latest(beside)
+    return (beside, None) if newest >= 0 and newest >= (step or _latest(path)) else persistent
+
+
+def _latest(folder: str) -> int:
+    """The iteration that a tracker file names, 0 for a release, -1 where there is none."""
+    told = latest_iteration(folder) if folders.is_file(os.path.join(folder, TRACKER)) else ""
+    return int(told) if told.isdecimal() else 0 if told == "release" else -1
 
 
 def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: bool) -> list[str]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import cast
 
@@ -269,6 +269,7 @@ def look(
         return faults + release_faults(load.where, policy, step)
     if name == "LEGACY" and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
+    faults += _lacking(load, state, arguments)
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
         faults += differing
@@ -276,6 +277,15 @@ def look(
         if optimizer is not None and _reads_groups(policy) and not others:
             faults += _group_faults(load, groups, differing)
     return faults
+
+
+def _lacking(load: Load, state: Mapping[str, object], arguments: object) -> Iterator[Fault]:
+    """What was asked for and is not what Megatron loads (`_load_base_checkpoint`, 0.18.2 and 0.19.2)."""
+    where, step = load.where, getattr(arguments, "ckpt_step", None)
+    other = step and not where.endswith(f"iter_{step:07d}") and state.get("iteration") != step
+    if other and getattr(arguments, "non_persistent_ckpt_type", None):
+        what = f"is non-persistent and no older than --ckpt-step {step}: Megatron-LM would load it all the same"
+        yield ConfigError.fault(where, what, mend="leave out one of --ckpt-step and --non-persistent-ckpt-type")
 
 
 def _folder(name: str) -> str:

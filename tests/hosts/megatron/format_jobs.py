@@ -31,7 +31,10 @@ def value(key: str, index: torch.Tensor, kind: str) -> torch.Tensor:
 
 
 def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> dict[str, Any]:
-    """Build by Megatron's own set-up, fill, and save once for each of `saves`: values of Megatron's arguments."""
+    """Build by Megatron's own set-up, fill, and save once for each of `saves`: values of Megatron's arguments.
+
+    One with a `non_persistent_ckpt_type` is saved as such.
+    """
     if hooks:
         import ds_reshard
 
@@ -47,7 +50,8 @@ def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> di
         for name, given in asked.items():
             setattr(args, name, given)
         args.use_dist_ckpt = args.ckpt_format != "torch"
-        checkpointing.save_checkpoint(ITERATION, models, optimizer, scheduler, 0, checkpointing_context={})
+        more = {"checkpointing_context": {}, "non_persistent_ckpt": "non_persistent_ckpt_type" in asked}
+        checkpointing.save_checkpoint(args.iteration, models, optimizer, scheduler, 0, **more)
     return {}
 
 

@@ -288,6 +288,62 @@ def test_flags_of_the_policy_hold_at_the_same_time(saved: Saved, releases: Any, 
     )
 
 
+# -- non-persistent checkpoints ----------------------------------------------------------------------------------------
+
+
+LATER = 12
+BESIDE = "--non-persistent-ckpt-type global "
+
+
+def _beside(releases: Any, arguments: str, ranks: int, folder: Path, form: str) -> None:
+    """A persistent checkpoint of `ITERATION`, and a later one that is not."""
+    at = {"save": str(folder), **FORMS[form]}
+    saves = [{**at, "iteration": ITERATION}, {**at, "iteration": LATER, "non_persistent_ckpt_type": "global"}]
+    releases["0.19.2"].run("format_jobs:save", ranks=ranks, arguments=arguments, saves=saves)
+
+
+@pytest.fixture(scope="module")
+def beside(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("beside")
+    _beside(releases, *_arguments("A", ("tp2", "sharded")), made, "buckets")
+    return made
+
+
+def test_a_non_persistent_checkpoint_under_another_topology(beside: Path, releases: Any, tmp_path: Path) -> None:
+    """The later one wins, as in Megatron, wherever it lies; without one the persistent one is loaded."""
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(beside / "non_persistent", moved)
+    places = {"": LATER, f"--non-persistent-global-ckpt-dir {moved}": LATER}
+    places |= {f"--non-persistent-global-ckpt-dir {tmp_path}": ITERATION}
+    for more, iteration in places.items():
+        (told,) = _load(releases, "0.19.2", "A", ("one", "sharded"), beside, BESIDE + more)
+        row = _row(told, "tensors read by")
+        assert told["wrong"] == [] and told["iteration"] == iteration and row is not None
+
+
+def test_a_step_beside_a_later_checkpoint_that_is_not_persistent(beside: Path, releases: Any) -> None:
+    """Megatron loads the later one; whoever would load, it is refused."""
+    asked = f"{BESIDE}--ckpt-step {ITERATION}"
+    alone = _load(releases, "0.19.2", "A", ("tp2", "sharded"), beside, asked, hooks=False)
+    assert {one["iteration"] for one in alone} == {LATER}
+    for now in ("tp2", "dp2"):
+        told = _load(releases, "0.19.2", "A", (now, "sharded"), beside, asked, function="load_jobs:refused")
+        _refuses(told, "ConfigError", f"is non-persistent and no older than --ckpt-step {ITERATION}")
+    told = _load(releases, "0.19.2", "A", ("tp2", "sharded"), beside, f"{BESIDE}--ckpt-step {LATER}")
+    assert {one["iteration"] for one in told} == {LATER}
+
+
+def test_states_that_were_saved_shifted_beside_a_non_persistent_checkpoint(releases: Any, tmp_path: Path) -> None:
+    """They are looked at in the one that is loaded, whichever that is."""
+    model, ranks = SHIFTED["tied pp2"]
+    arguments = OPTIMIZERS["sharded"] + model
+    _beside(releases, arguments, ranks, tmp_path, "whole")
+    for more in (BESIDE, f"{BESIDE}--non-persistent-global-ckpt-dir {tmp_path / 'none'}"):
+        job = {"ranks": ranks, "arguments": f"{arguments} --load {tmp_path} {more}"}
+        told = releases["0.19.2"].run("load_jobs:refused", **job)
+        _refuses(told, "CheckpointDamaged", "are not the cast of their fp32 masters")
+
+
 def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, tmp_path: Path) -> None:
     shared = f"{MODELS['M']}--moe-shared-expert-intermediate-size 24 "
     job = {"ranks": 1, "arguments": OPTIMIZERS["sharded"] + shared}
