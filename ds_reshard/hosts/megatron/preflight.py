@@ -368,10 +368,6 @@ def _other_model(saved: Saved, arguments: Namespace, *, taken: bool, optimizer: 
     if arguments.use_distributed_optimizer and arguments.optimizer == "sgd":  # distrib_optimizer.py, `__init__`, 0.19.2
         what = "Megatron-LM refuses it: its distributed optimizer takes Adam, and what has an init_state_fn"
         yield ConfigError.fault("--optimizer", what, mend="leave out --use-distributed-optimizer")
-    kinds = [held.get("optimizer") for held in (saved.arguments, vars(arguments))]
-    if optimizer and kinds[0] != kinds[1]:
-        mend = "build the optimizer that was saved, or add --no-load-optim"
-        yield ModelMismatch.fault("--optimizer", "is another than in the saving run", *map(str, kinds), mend=mend)
     apart = [held.get("decoupled_lr") is not None for held in (saved.arguments, vars(arguments))]
     if optimizer and apart[0] is not apart[1]:
         what = "makes another number of param groups than was saved"

@@ -152,8 +152,10 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     yield Row(name="clip_grad", checkpoint=_of(found.arguments, "clip_grad"), this_run=clip, used=clip, because=why)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
-    kept = policy.rng and not policy.finetune and not found.release and not arguments.no_load_rng and same
+    there = not found.release and not _of(found.arguments, "no_save_rng")
+    kept = policy.rng and not policy.finetune and there and not arguments.no_load_rng and same
     why = "--finetune" if policy.finetune else "host" if policy.rng else "--no-load-rng"
+    why = why if there or why != "host" else "none were saved"
     if load.taken is not None:
         told = "; ".join(load.taken.why)
         yield Row(name="tensors read by", checkpoint=None, this_run="Megatron-LM", used="ds_reshard", because=told)

@@ -31,6 +31,7 @@ from ds_reshard.errors import (
     ConfigError,
     Fault,
     InternalError,
+    ModelMismatch,
     ReshardError,
     ScheduleMismatch,
     UnsupportedLayout,
@@ -269,7 +270,7 @@ def look(
         return faults + release_faults(load.where, policy, step)
     if name == "LEGACY" and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
-    faults += _lacking(load, state, arguments)
+    faults += _lacking(load, state, name, arguments)
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
         faults += differing
@@ -279,13 +280,31 @@ def look(
     return faults
 
 
-def _lacking(load: Load, state: Mapping[str, object], arguments: object) -> Iterator[Fault]:
-    """What was asked for and is not what Megatron loads (`_load_base_checkpoint`, 0.18.2 and 0.19.2)."""
-    where, step = load.where, getattr(arguments, "ckpt_step", None)
+def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: object) -> Iterator[Fault]:
+    """What was asked for and is not in a checkpoint: Megatron loads another, or stops when weights have changed.
+
+    Where Megatron reads random states of a torch_dist checkpoint that has none, it goes on; of format `torch` it ends
+    the process, and says that all went well (`load_checkpoint`, 0.18.2 and 0.19.2).
+    """
+    policy, where, step = load.policy, load.where, getattr(arguments, "ckpt_step", None)
+    saved = load.found.arguments if load.found is not None else None
     other = step and not where.endswith(f"iter_{step:07d}") and state.get("iteration") != step
     if other and getattr(arguments, "non_persistent_ckpt_type", None):
         what = f"is non-persistent and no older than --ckpt-step {step}: Megatron-LM would load it all the same"
         yield ConfigError.fault(where, what, mend="leave out one of --ckpt-step and --non-persistent-ckpt-type")
+    if policy.finetune:
+        return
+    if policy.optimizer != "skip" and getattr(saved, "no_save_optim", False) and load.taken is None:
+        what = "was saved with --no-save-optim: it has no state of an optimizer, and no schedule"
+        yield UnsupportedLayout.fault(where, what, mend="add --no-load-optim")
+    random = "rng_state" in state or "random_rng_state" in state or load.taken is not None
+    if kind == "LEGACY" and not random and not getattr(arguments, "no_load_rng", False):
+        what = "was saved with --no-save-rng: it has no random states"
+        yield UnsupportedLayout.fault(where, what, mend="add --no-load-rng")
+    kinds = [str(getattr(one, "optimizer", None) or "").removeprefix("dist_") for one in (saved, arguments)]
+    if policy.loads_moments and all(kinds) and kinds[0] != kinds[1]:
+        what, mend = "is another than in the saving run", "build the optimizer that was saved, or add --no-load-optim"
+        yield ModelMismatch.fault("--optimizer", what, *kinds, mend=mend)
 
 
 def _folder(name: str) -> str:

@@ -344,6 +344,45 @@ def test_states_that_were_saved_shifted_beside_a_non_persistent_checkpoint(relea
         _refuses(told, "CheckpointDamaged", "are not the cast of their fp32 masters")
 
 
+# -- what was not saved ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("left_out", "form", "mend"),
+    [
+        ("no_save_optim", "torch", "--no-load-optim"),
+        ("no_save_optim", "buckets", "--no-load-optim"),
+        ("no_save_rng", "torch", "--no-load-rng"),
+    ],
+)
+def test_what_was_not_saved(releases: Any, tmp_path: Path, left_out: str, form: str, mend: str) -> None:
+    """Megatron stops when weights have changed, or ends the process as if all were well; the line mends it."""
+    arguments, ranks = _arguments("B", ("one", "sharded"))
+    saves = [{"save": str(tmp_path), left_out: True, **FORMS[form]}]
+    releases["0.19.2"].run("format_jobs:save", ranks=ranks, arguments=arguments, saves=saves)
+    told = _load(releases, "0.19.2", "B", ("one", "sharded"), tmp_path, function="load_jobs:refused")
+    _refuses(told, "UnsupportedLayout", f"add {mend}")
+    (mended,) = _load(releases, "0.19.2", "B", ("one", "sharded"), tmp_path, mend)
+    assert not [text for text in mended["wrong"] if text.startswith("weight")] and mended["iteration"] == ITERATION
+
+
+def test_random_states_that_were_not_saved_are_said_to_be_this_runs(releases: Any, tmp_path: Path) -> None:
+    arguments, ranks = _arguments("B", ("one", "sharded"))
+    saves = [{"save": str(tmp_path), "no_save_rng": True, **FORMS["buckets"]}]
+    releases["0.19.2"].run("format_jobs:save", ranks=ranks, arguments=arguments, saves=saves)
+    row = _row(_load(releases, "0.19.2", "B", ("one", "sharded"), tmp_path)[0], "random states")
+    assert row is not None and (row["used"], row["because"]) == ("of this run", "none were saved")
+
+
+def test_another_optimizer(saved: Saved, releases: Any) -> None:
+    """Megatron gives the moments to one that knows no such states, and it begins anew without a word."""
+    folder = saved("0.19.2", "B", ("one", "bf16"), "torch")
+    told = _load(releases, "0.19.2", "B", ("one", "bf16"), folder, "--optimizer sgd", function="load_jobs:refused")
+    _refuses(told, "ModelMismatch", "is another than in the saving run (expected adam, found sgd)")
+    (told_mended,) = _load(releases, "0.19.2", "B", ("one", "bf16"), folder, "--optimizer sgd --no-load-optim")
+    assert told_mended["cast"] and told_mended["iteration"] == ITERATION
+
+
 def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, tmp_path: Path) -> None:
     shared = f"{MODELS['M']}--moe-shared-expert-intermediate-size 24 "
     job = {"ranks": 1, "arguments": OPTIMIZERS["sharded"] + shared}
