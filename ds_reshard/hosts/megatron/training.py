@@ -21,7 +21,7 @@ from __future__ import annotations
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import cast
 
@@ -209,8 +209,11 @@ def _verify(load: Load) -> None:
 _BY_NAME = ("GLOBAL", "LOCAL")
 """Types of checkpoint whose states are read into the live ones, by the name of the parameter."""
 
-Base = tuple[object, str, bool, object]
-"""What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`."""
+Base = tuple[object, str | Sequence[object], bool, object]
+"""What `_load_base_checkpoint` returns: state, name, whether it is a release, and `CheckpointType`.
+
+The name of a local checkpoint is iteration, rank and session (`CkptID`, nvidia_resiliency_ext 0.6.0).
+"""
 
 
 def load_base_checkpoint(call: Call) -> Base:
@@ -222,7 +225,7 @@ def load_base_checkpoint(call: Call) -> Base:
     load, load_dir, arguments = current(), call["load_dir"], call["args"]
     result: Base
     if load is not None and load.taken is not None:
-        result = load.taken.answer()
+        result: Base = load.taken.answer()
     elif load is None and is_url(str(load_dir)):
         what = "is a URL, and only the checkpoint that a run resumes is read by URL: no arguments, and no other model"
         fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
@@ -237,7 +240,7 @@ def load_base_checkpoint(call: Call) -> Base:
         load.another_model = True
         load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
     read = load.found is not None  # this is the second call, which has read the tensors
-    load.where = _folder(name)
+    load.where = _folder(name) if isinstance(name, str) else f"the local checkpoint of iteration {name[0]}"
     load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
     try:
         faults = look(load, state, release, kind, arguments, first=bool(call.arguments.get("rank0")))
@@ -245,7 +248,7 @@ def load_base_checkpoint(call: Call) -> Base:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
     raise_faults(of_all(faults), subject=subject)
-    if getattr(kind, "name", "") == "LEGACY" and load.taken is None:
+    if isinstance(name, str) and getattr(kind, "name", "") == "LEGACY" and load.taken is None:
         # several ranks read one file each, which nobody else opens; None where it is none of today's torch.save
         own, _, _ = attempt(lambda: {name.removeprefix(f"{load_dir}/"): digest_of(name)})
         agree_files(own or {}, subject=subject)
@@ -261,7 +264,8 @@ def look(
     """
     policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
     groups = state.get("optimizer")
-    if load.read_in_place and not release and optimizer is not None and _reads_groups(policy):
+    in_files = load.read_in_place and name != "LOCAL"
+    if in_files and not release and optimizer is not None and _reads_groups(policy):
         groups = with_sharded_groups(optimizer, groups, load.where)
     load.found = _found(load, state, release)
     faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)

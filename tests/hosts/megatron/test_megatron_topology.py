@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from argparse import Namespace
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
 from ds_reshard.hosts.megatron import direct, topology, training
 from ds_reshard.hosts.megatron.direct import Taken
-from ds_reshard.hosts.megatron.live import Load
+from ds_reshard.hosts.megatron.live import Load, in_force
 from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
 from ds_reshard.model.records import ElementType
@@ -210,6 +211,22 @@ def test_a_step_beside_the_groups_is_that_of_all(own: dict[str, int]) -> None:
     )
     assert groups == [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]
     assert {type(group["step"]) for group in groups} == {int}
+
+
+@pytest.mark.parametrize("step", [None, 4, 3])
+def test_a_local_checkpoint_is_named_by_its_iteration(step: int | None, tmp_path: Path) -> None:
+    """Its manager, of nvidia_resiliency_ext, names it by a tuple, and no folder of all ranks holds it."""
+    state = {"iteration": 4, "args": SimpleNamespace(optimizer="adam")}
+    base: Any = (state, (4, 0, ""), False, SimpleNamespace(name="LOCAL"))
+    arguments = Namespace(ckpt_step=step, non_persistent_ckpt_type="local", optimizer="adam")
+    load = Load(policy=ResumePolicy(), optimizer=None, scheduler=None)
+    with in_force(load):
+        if step == 3:
+            with pytest.raises(ConfigError, match="local checkpoint of iteration 4: is non-persistent and no older"):
+                training.load_base_checkpoint(lambda: base, str(tmp_path), arguments, first=True)
+        else:
+            assert training.load_base_checkpoint(lambda: base, str(tmp_path), arguments, first=True) == base
+    assert load.where == "the local checkpoint of iteration 4"
 
 
 def test_a_refused_load_leaves_the_arguments_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
