@@ -280,7 +280,8 @@ def look(
         faults += differing
         others = first and name == "LEGACY" and load.taken is None
         if optimizer is not None and _reads_groups(policy) and not others:
-            faults += _group_faults(load, groups, differing)
+            apart = name == "LEGACY" and bool(getattr(arguments, "use_layer_wise_distributed_optimizer", False))
+            faults += _group_faults(load, groups, differing, alone=apart)
     return faults
 
 
@@ -357,22 +358,25 @@ def _schedule_faults(load: Load, found: Found) -> list[Fault]:
     return schedule_faults(cast(Scheduler, load.scheduler), found.schedule, policy)
 
 
-def _group_faults(load: Load, state: object, said: list[Fault]) -> list[Fault]:
+def _group_faults(load: Load, state: object, said: list[Fault], *, alone: bool) -> list[Fault]:
     """What differs of the param groups that must not, but for what is `said` of the schedule; notes the pairs.
 
-    Groups may be absent, or come only with the tensors. That is a fault where nothing else brings them in time.
+    Groups may be absent, or come only with the tensors. That is a fault where nothing else brings them in time. They
+    count `alone` where the states beside them are those of the first data-parallel rank: of format `torch` a layer-wise
+    optimizer reads each rank's own from `layer_wise_optimizer_N.pt` (`load_checkpoint`, 0.18.2 and 0.19.2).
     """
     policy, faults = load.policy, []
     bounds = policy.scheduler == "strict" or (policy.scheduler == "host" and compares_bounds())
     load.matched = []
     for part, saved in with_saved(load.optimizer, state):
-        if saved_groups(saved) is None:
+        groups = saved_groups(saved)
+        if groups is None:
             if policy.scheduler == "strict" or (policy.optimizer == "skip" and policy.scheduler == "checkpoint"):
                 asked = because(policy, "schedule")
                 what = f"its param groups cannot be read, and {asked} needs their learning rates"
                 faults.append(UnsupportedLayout.fault(load.where, what, mend=f"leave out {asked}"))
             continue
-        wrong, ordered, _ = matched_groups(part, saved, load)
+        wrong, ordered, _ = matched_groups(part, {"param_groups": groups} if alone else saved, load)
         faults += wrong
         if wrong:
             continue

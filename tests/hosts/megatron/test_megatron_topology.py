@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
@@ -211,6 +212,19 @@ def test_a_step_beside_the_groups_is_that_of_all(own: dict[str, int]) -> None:
     )
     assert groups == [{"wd_mult": 1.0, "step": 5}, {"wd_mult": 0.0, "step": 5}]
     assert {type(group["step"]) for group in groups} == {int}
+
+
+@pytest.mark.parametrize("layer_wise", [False, True])
+def test_states_of_a_layer_wise_optimizer_are_each_ranks_own(layer_wise: bool) -> None:
+    """Of format `torch` they lie in files of their own: the first data-parallel rank's are not another's."""
+    live = {"params": [torch.zeros(3)], "wd_mult": 1.0}
+    inner = {"param_groups": [{**live, "params": [0]}], "state": {0: {"momentum_buffer": torch.zeros(2)}}}
+    optimizer = SimpleNamespace(optimizer=SimpleNamespace(param_groups=[live], state={}), config=None)
+    load = Load(policy=ResumePolicy(scheduler="override"), optimizer=optimizer, scheduler=None)
+    arguments = Namespace(use_layer_wise_distributed_optimizer=layer_wise)
+    state = {"iteration": 5, "optimizer": {"optimizer": inner}, "rng_state": []}
+    told = training.look(load, state, False, SimpleNamespace(name="LEGACY"), arguments)
+    assert [fault.error for fault in told] == ["ParamGroupMismatch"] * (not layer_wise)
 
 
 @pytest.mark.parametrize("step", [None, 4, 3])
