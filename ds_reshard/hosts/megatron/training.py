@@ -220,12 +220,13 @@ def load_base_checkpoint(call: Call) -> Base:
     """Read as Megatron does, and refuse here what the policy in force cannot make of it.
 
     Every rank calls it; Megatron changes its arguments where it falls back to a pretrained checkpoint. Raises
-    UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ConfigError or UnsupportedLayout.
+    UnsafePickle before anything is read, ScheduleMismatch, ParamGroupMismatch, ModelMismatch, ConfigError or
+    UnsupportedLayout.
     """
     load, load_dir, arguments = current(), call["load_dir"], call["args"]
     result: Base
     if load is not None and load.taken is not None:
-        result: Base = load.taken.answer()
+        result = load.taken.answer()
     elif load is None and is_url(str(load_dir)):
         what = "is a URL, and only the checkpoint that a run resumes is read by URL: no arguments, and no other model"
         fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
