@@ -102,7 +102,7 @@ def _copy(
 ) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # which may be killed, and its lock is held here too
     if os.getppid() != parent:
-        os._exit(1)
+        os.kill(os.getpid(), signal.SIGKILL)
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of Ctrl-C the process that made it is told, and ends it

@@ -42,7 +42,14 @@ def muon_moments(master: torch.Tensor, whole: torch.Tensor | None) -> dict[str, 
     return {**moments(master), "exp_avg_sq": torch.zeros_like(square).lerp_(square, 1 - 0.999)}
 
 
-class Block(torch.nn.Module):
+class Summed(torch.nn.Module):
+    """Gives on what it is given, and adds the squares of all its parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + square(self)
+
+
+class Block(Summed):
     def __init__(self, start: int, frozen: bool = False) -> None:
         super().__init__()
         self.w = torch.nn.Parameter(numbers(start, 5, 7))
@@ -51,20 +58,14 @@ class Block(torch.nn.Module):
         if frozen:
             self.fixed = torch.nn.Parameter(numbers(start + 70, 3), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
-
-class Embedding(torch.nn.Module):
+class Embedding(Summed):
     """Tied in its weight, and not in its position, of which each stage has a copy of its own."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(numbers(0, 11, 3))
         self.position = torch.nn.Parameter(numbers(40, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
 
 class Quiet(Embedding):
@@ -78,13 +79,10 @@ def whole(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + square(module)
 
 
-class Tie(torch.nn.Module):
+class Tie(Summed):
     def __init__(self, start: int) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(numbers(start, 11, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
 
 class Still(Tie):
@@ -96,7 +94,7 @@ def head(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
     return x + (module.weight * 0).sum()
 
 
-class Norm(torch.nn.Module):
+class Norm(Summed):
     """Alone in its stage where there are four: the ranks of DeepSpeed's stages need as many param groups each."""
 
     def __init__(self, start: int) -> None:
@@ -104,20 +102,14 @@ class Norm(torch.nn.Module):
         self.g = torch.nn.Parameter(numbers(start, 9))
         self.m = torch.nn.Parameter(numbers(start + 20, 3, 2))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
-
-class Gain(torch.nn.Module):
+class Gain(Summed):
     def __init__(self, start: int) -> None:
         super().__init__()
         self.g = torch.nn.Parameter(numbers(start, 9))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
-
-class Pair(torch.nn.Module):
+class Pair(Summed):
     """One parameter under two names."""
 
     def __init__(self, start: int) -> None:
@@ -126,11 +118,8 @@ class Pair(torch.nn.Module):
         self.a.weight.data, self.a.bias.data = numbers(start, 5, 3), numbers(start + 20, 5)
         self.b.weight = self.a.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
-
-class Divided(torch.nn.Module):
+class Divided(Summed):
     """What the tensor-parallel ranks of a pipeline divide, and what each has a copy of."""
 
     def __init__(self, start: int, tp: int, rank: int, frozen: bool = False, bare: bool = False) -> None:
@@ -142,9 +131,6 @@ class Divided(torch.nn.Module):
             self.register_buffer("count", torch.tensor([float(start)]))
         if frozen and not bare:
             self.fixed = torch.nn.Parameter(numbers(start + 90, 3), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + square(self)
 
 
 def divided_block(start: int, tp: int = 1, rank: int = 0) -> dict[str, torch.Tensor]:
@@ -356,11 +342,17 @@ def specs(layers: str) -> dict[str, Any]:
     return {**SPECS, "layer_specs": said}
 
 
-def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
-    model, start = Cut(few=grid.layers == "few"), 0
+def filled(model: Any) -> Any:
+    """The same model, its elements counted up."""
+    start = 0
     for parameter in model.parameters():
         parameter.data.copy_(numbers(start, *parameter.shape))
         start += parameter.numel()
+    return model
+
+
+def _autotp(grid: Grid) -> tuple[torch.nn.Module, Any]:
+    model = filled(Cut(few=grid.layers == "few"))
     return model, None
 
 
@@ -371,10 +363,7 @@ def _llama(grid: Grid) -> tuple[torch.nn.Module, Any]:
     sizes = {"hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "num_attention_heads": 4}
     tied = grid.layers == "tied"
     config = LlamaConfig(vocab_size=20, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
-    model, start = LlamaForCausalLM(config), 0
-    for parameter in model.parameters():
-        parameter.data.copy_(numbers(start, *parameter.shape))
-        start += parameter.numel()
+    model = filled(LlamaForCausalLM(config))
     model.model.rotary_emb = torch.nn.Identity()  # its buffers are in no file
     model.forward = lambda x: square(model)  # type: ignore[method-assign]
     return model, None
@@ -385,10 +374,7 @@ def _t5(grid: Grid) -> tuple[torch.nn.Module, Any]:
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"d_model": 8, "d_kv": 2, "d_ff": 12, "num_layers": 1, "num_decoder_layers": 1, "num_heads": 4}
-    model, start = T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes)), 0
-    for parameter in model.parameters():
-        parameter.data.copy_(numbers(start, *parameter.shape))
-        start += parameter.numel()
+    model = filled(T5ForConditionalGeneration(T5Config(vocab_size=20, **sizes)))
     model.forward = lambda x: square(model)  # type: ignore[method-assign]
     return model, None
 
