@@ -33,6 +33,8 @@ MEGATRON = (
     "--lr-wsd-decay-style",
     "--min-lr",
     "--no-save-optim",
+    "--no-save-rng",
+    "--non-persistent-ckpt-type",
     "--optimizer",
     "--optimizer-cpu-offload",
     "--override-ckpt-iteration",
