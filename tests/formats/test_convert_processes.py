@@ -171,13 +171,15 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool)
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         process.kill()
-    for pid in pids:
-        for _ in range(200):
-            if not Path(f"/proc/{pid}").exists():
-                break
-            time.sleep(0.05)
-        else:
-            raise AssertionError(f"process {pid} works on")
+    left = pids
+    for _ in range(200):
+        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        if not left:
+            return
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    raise AssertionError(f"processes {left} work on")
 
 
 COPIES = """
