@@ -57,7 +57,7 @@ class Folders:
 
 
 def forget_json(folder: Path) -> None:
-    """As DeepSpeed before 0.16 saves it that is given the path of its JSON (the files are edited so: synthetic)."""
+    """As older DeepSpeed (0.16.4) saves it that is given the path of its JSON (the files are edited so: synthetic)."""
     for file in folder.glob("*.pt"):
         content = torch.load(file, weights_only=False)
         if "ds_config" in content:

@@ -105,7 +105,7 @@ WITHOUT_JSON = (
 def test_what_was_saved_without_the_json(
     worlds: Any, saves: Saves, tmp_path: Path, source: Run, target: Run, model: Model
 ) -> None:
-    """As DeepSpeed before 0.16 saves it that is given the path of its JSON."""
+    """As older DeepSpeed (0.16.4) saves it that is given the path of its JSON."""
     folder, saved = saves(source, model)
     forgotten = shutil.copytree(folder, tmp_path / "forgotten")
     for folder in forgotten.glob("*/"):

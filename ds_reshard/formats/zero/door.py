@@ -359,12 +359,12 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
             f"{name} is tied to {first}, and is there under that name alone" for name, first in content.tied.items()
         )
         return replace(target, notes=(*target.notes, *(ties if alone else ()), *content.notes))
-    pointers, stage = dict.fromkeys(target.pointers, content.tag), [_ONE_STAGE] if stages else ()
+    pointers = dict.fromkeys(target.pointers, content.tag)
     return replace(
         target,
         folder=content.tag,
         pointers=pointers,
-        notes=tuple(dict.fromkeys((*target.notes, *stage, *_frozen(zero, asked), *_said(content)))),
+        notes=(*target.notes, *([_ONE_STAGE] if stages else ()), *_frozen(zero, asked), *_said(content)),
     )
 
 

@@ -121,7 +121,8 @@ def zero_target(
     units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
-    taken = unnamed(divided)
+    told = {name for name, division in checkpoint.divided.items() if len(division.ranks) > 1}  # of the source
+    taken = unnamed({name: division for name, division in divided.items() if name not in told})
     ep = max(flat.ep for column in columns for flat in column.optim.flats)
     return Target(
         layout=layout,
