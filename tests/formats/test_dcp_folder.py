@@ -439,6 +439,22 @@ def test_a_state_that_is_a_plain_value_comes_back(tmp_path: Path, value: Any, fl
             assert held == value and (torch.is_tensor(held) or type(held) is type(value))
 
 
+def test_all_files_that_are_not_there_are_named(saved: Any, tmp_path: Path) -> None:
+    """Also where what is no tensor lies in them, which is read first."""
+    folder = tmp_path / "three"
+    convert(saved[0], str(folder), to="dcp", dp=3)
+    files = sorted(folder.glob("*.distcp"))
+    for file in files[:2]:
+        file.unlink()
+    for read in (
+        lambda: ds_reshard.dcp.Reader(folder),
+        lambda: convert(str(folder), str(tmp_path / "out"), to="zero1"),
+    ):
+        with pytest.raises(ds_reshard.CheckpointNotFound, match="To mend: restore the folder") as raised:
+            read()
+        assert {fault.where for fault in raised.value.faults} == {str(file) for file in files[:2]}
+
+
 class Evil:
     """Unpickled by pickle, it makes a file."""
 

@@ -60,6 +60,18 @@ def beside_deepspeed(folder: str, flags: list[str]) -> tuple[str, str, bool]:
         return unsafe_jobs.dcp_load(folder)
 
 
+def own_save(folder: str, flags: list[str]) -> list[tuple[str, str]]:
+    """What torch's load is told of what this run has saved itself, and of a copy of it."""
+    import ds_reshard
+
+    with _asked(flags), ds_reshard.install("fsdp"):
+        unsafe_jobs.dcp_save(folder)
+        if dist.get_rank() == 0:
+            shutil.copytree(folder, f"{folder}.copy")
+        dist.barrier()
+        return [unsafe_jobs.dcp_load(one)[:2] for one in (folder, f"{folder}.copy")]
+
+
 def start(host: str, folder: str, flags: list[str]) -> str:
     """What a run is told that has flags from the start, and nothing to resume from."""
     with _asked(flags):

@@ -39,6 +39,13 @@ def test_torchs_load_beside_deepspeed_refuses_none(worlds: Any, tmp_path: Path) 
     assert told == [("", "", False)] * 2
 
 
+def test_what_the_run_itself_has_saved_is_no_resume(worlds: Any, tmp_path: Path) -> None:
+    """The Trainer with FSDP loads the best of its own saves at the end of training, whatever the flags of its start."""
+    told = worlds[2].run("dropped_jobs.own_save", folder=str(tmp_path / "saved"), flags=["--no-load-optim"])
+    assert [own for own, _ in told] == [("", "")] * 2
+    assert [error for _, (error, _) in told] == ["ConfigError"] * 2
+
+
 def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_path: Path) -> None:
     """It restores them beside the engine, where the report says that they are this run's."""
     given = {"mode": "optimizer", "stage": 1, "folder": str(tmp_path)}

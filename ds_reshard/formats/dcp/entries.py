@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ds_reshard.containers.dcp_directory import Directory, Place
-from ds_reshard.errors import Fault, UnsafePickle, raise_faults
+from ds_reshard.containers import folders
+from ds_reshard.containers.dcp_directory import MEND, Directory, Place
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, raise_faults
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
@@ -112,20 +113,24 @@ class Values:
 def read_values(directory: Directory, single: Mapping[str, Place]) -> Values:
     """Read every object, and the tensors of one element in `single`; nothing is executed.
 
-    Raises what reading a damaged file raises, and UnsafePickle for what would act on the machine.
+    Raises what reading a damaged file raises, UnsafePickle for what would act on the machine, and CheckpointNotFound
+    with all files that are not there.
     """
     values = Values()
     faults: list[Fault] = []
     for family, place in {**directory.objects, **single}.items():
         path = directory.paths.get(family, (family,))
-        with place.open() as archive:
-            try:
+        try:
+            with place.open() as archive:
                 value = archive.load()
-            except UnsafePickle as error:
-                faults += [replace(fault, what=f"{family}: {fault.what}") for fault in error.faults]
-                continue
-            if isinstance(value, TensorRecord) and value.numel == 1:
-                value = ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
+                if isinstance(value, TensorRecord) and value.numel == 1:
+                    value = ScalarTensor(dtype=value.dtype, shape=value.shape, data=archive.tensor_bytes(value))
+        except UnsafePickle as error:
+            faults += [replace(fault, what=f"{family}: {fault.what}") for fault in error.faults]
+            continue
+        except CheckpointNotFound:
+            raise_faults([*faults, *_absent(directory)], subject="reading a checkpoint")
+            raise
         group, key = group_key(path), tensor_key(path)
         if group is not None:
             values.grouped[group] = value
@@ -135,3 +140,9 @@ def read_values(directory: Directory, single: Mapping[str, Place]) -> Values:
             values.objects[path] = value
     raise_faults(faults, subject="reading a checkpoint")
     return values
+
+
+def _absent(directory: Directory) -> Iterator[Fault]:
+    for path in sorted({place.path for place in directory.places}):
+        if not folders.exists(path):
+            yield CheckpointNotFound.fault(path, "there is no such file", mend=MEND)

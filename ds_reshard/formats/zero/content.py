@@ -262,12 +262,13 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
         yield _fault(name, what, "save it whole: not as a DTensor that is sharded")
     for name, states in trained.items():
         for kind, held in states.items():
-            if name not in weights:
-                mend = "save it by get_state_dict of torch, beside the whole model's weights, under one set of names"
-                yield _fault(f"{name}[{kind}]", "is a state of a parameter of which no weight was saved", mend)
-            elif held.shape != weights[name].shape:
+            if name not in weights or held.shape != weights[name].shape:
+                what = "is not of the shape of a weight that was saved"
                 mend = "save model and optimizer together; other shapes have no place in ZeRO"
-                yield _fault(f"{name}[{kind}]", "is not of the shape of a weight that was saved", mend)
+                if name not in weights:
+                    what = "is a state of a parameter of which no weight was saved"
+                    mend = "save it by get_state_dict of torch, beside the whole model's weights, under the same names"
+                yield _fault(f"{name}[{kind}]", what, mend)
             elif held.dtype is not ElementType.FLOAT32:
                 mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
                 mend += "through ds_reshard.dcp.Reader"

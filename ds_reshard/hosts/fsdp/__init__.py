@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
-from ds_reshard.hosts.fsdp.settings import asks_to_verify
+from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -30,6 +30,9 @@ def check_flattened(call: Call) -> object:
 
 
 def save(call: Call) -> object:
+    path = getattr(call["storage_writer"], "path", None)
+    if isinstance(path, str | os.PathLike):
+        note_saved(os.fspath(path))
     if not asks_to_verify():
         return call()
     from ds_reshard.hosts.fsdp.dcp_saves import save as save_and_verify
@@ -39,11 +42,12 @@ def save(call: Call) -> object:
 
 def save_checkpoint(call: Call) -> object:
     saved = call()
+    if folder := _folder_of(call):
+        note_saved(folder)
     if asks_to_verify():
         from ds_reshard.hosts.fsdp.saved import verify_save
 
-        manager, folder, *_ = call.arguments.values()
-        verify_save(manager, folder, model_only=bool(call.arguments.get("save_model_only")))
+        verify_save(call["self"], folder, model_only=bool(call.arguments.get("save_model_only")))
     return saved
 
 
@@ -73,7 +77,7 @@ def load_directory(call: Call) -> object:
     folder, alone = _local_folder(call["storage_reader"]), bool(call.arguments.get("no_dist"))
     group = call.arguments.get("process_group")
     with watched("fsdp", folder):
-        refuse_policy("torch.distributed.checkpoint.load", group, alone=alone)
+        refuse_policy("torch.distributed.checkpoint.load", folder, group, alone=alone)
         if folder is not None:
             refuse_unsafe_folder(folder, group=group, alone=alone)
             if not alone:
@@ -83,10 +87,11 @@ def load_directory(call: Call) -> object:
         return call()
 
 
-def refuse_policy(host: str, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
+def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
     """Raise ConfigError where a resume policy was asked for that nobody applies; on every rank, unless `alone`.
 
     Where the hooks of a framework are on that applies it, its own load does: it may call torch's, or the script may.
+    To load what this very run has saved is no resume: the Trainer does with `load_best_model_at_end`.
     """
     from ds_reshard import hosts
     from ds_reshard.operations.ranks import together
@@ -94,7 +99,7 @@ def refuse_policy(host: str, group: ProcessGroup | None = None, *, alone: bool =
 
     def refuse() -> None:
         on = {status.host for status in hosts.installed() if status.state in ("installed", "vendored")}
-        if on.isdisjoint(("deepspeed", "megatron", "nanotron")):
+        if on.isdisjoint(("deepspeed", "megatron", "nanotron")) and not (folder is not None and saved_here(folder)):
             refuse_unapplied(host)
 
     if alone:
@@ -126,11 +131,16 @@ def load_checkpoint(call: Call) -> object:
     """
     from ds_reshard.operations.pickles import refuse_unsafe_folder
 
-    given = [value for name, value in call.arguments.items() if name != "self"]
-    if given and isinstance(given[0], str | os.PathLike):
-        refuse_policy("this FSDPCheckpointManager")
-        refuse_unsafe_folder(os.fspath(given[0]))
+    if folder := _folder_of(call):
+        refuse_policy("this FSDPCheckpointManager", folder)
+        refuse_unsafe_folder(folder)
     return call()
+
+
+def _folder_of(call: Call) -> str | None:
+    """The folder that a method of a manager is given, as its first argument; None for none."""
+    given = [value for name, value in call.arguments.items() if name != "self"]
+    return os.fspath(given[0]) if given and isinstance(given[0], str | os.PathLike) else None
 
 
 HOOKS = HostHooks(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 
 from ds_reshard.containers.pickle_rules import trust, trust_faults
@@ -13,6 +14,19 @@ from ds_reshard.operations.watching import ask, watching_faults
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
 _TOP = ("events", "fsdp", "names", "progress", "timeout_s", "trust")
+
+
+_SAVED: set[str] = set()
+
+
+def note_saved(folder: str) -> None:
+    """Remember a folder that this process has saved into."""
+    _SAVED.add(os.path.realpath(folder))
+
+
+def saved_here(folder: str) -> bool:
+    """Whether this process has saved into a folder: to load it is no resume."""
+    return os.path.realpath(folder) in _SAVED
 
 
 def asks_to_verify() -> bool:
