@@ -127,7 +127,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
     dests, adopted = define(parser)
-    plain = parser.parse_known_args
+    plain, intermixed = parser.parse_known_args, parser.parse_known_intermixed_args
 
     def asked(parsed: argparse.Namespace) -> None:
         ask(given(parsed, dests, place=place, adopted=adopted))
@@ -141,7 +141,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
         asked(parsed)
         return parsed, rest
 
+    def parse_known_intermixed_args(args: object = None, namespace: object = None) -> object:
+        # Python 3.12.7 and later parse here without parse_known_args (argparse.py).
+        found = intermixed(args, namespace)  # type: ignore[call-overload]
+        asked(found[0])
+        return found
+
     parser.parse_known_args = parse_known_args  # type: ignore[method-assign, assignment]
+    parser.parse_known_intermixed_args = parse_known_intermixed_args  # type: ignore[method-assign, assignment]
     parser._ds_reshard_flags = dests  # type: ignore[attr-defined]
     return parser
 

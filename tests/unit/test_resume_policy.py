@@ -105,6 +105,21 @@ def test_flags_that_a_script_has_are_adopted() -> None:
     assert policy_sources.adopted("optimizer") and not policy_sources.adopted("iteration")
 
 
+def test_arguments_that_are_intermixed_are_told() -> None:
+    """Python 3.12.8 and later do not call `parse_known_args` for that (argparse.py; synthetic stand-in)."""
+
+    class Later(argparse.ArgumentParser):
+        def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+            return argparse.ArgumentParser.parse_known_args(self, args, namespace)
+
+    for kind in (argparse.ArgumentParser, Later):
+        parser = ds_reshard.add_arguments(kind())
+        parser.add_argument("data", nargs="*")
+        assert parser.parse_intermixed_args(["a", "--no-load-optim", "b"] if kind is not Later else ["--no-load-optim"])
+        assert policy_sources.asked_policy() == ResumePolicy(optimizer="skip")
+        policy_sources.forget()
+
+
 def test_adding_the_arguments_twice_adds_them_once() -> None:
     parser = ds_reshard.add_arguments(argparse.ArgumentParser())
     count = len(parser._actions)
