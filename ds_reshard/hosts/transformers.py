@@ -38,6 +38,13 @@ def load_rng_state(call: Call) -> object:
     return None if policy_beside(_config(call["self"]) or {}).finetune else call()
 
 
+def load_best_model(call: Call) -> object:
+    from ds_reshard.resume.policy_sources import no_resume
+
+    with no_resume():
+        return call()
+
+
 def load_schedule(call: Call) -> object:
     if call["checkpoint"] is not None:
         refuse_unseen_schedule(call["self"])
@@ -107,6 +114,12 @@ HOOKS = HostHooks(
             wrapper=Seam(f"{__name__}:train"),
             signature=("resume_from_checkpoint",),
             summary="refuses a checkpoint that would run code when it is unpickled, before it is, and dropped flags",
+        ),
+        Patch(
+            target="transformers.trainer:Trainer._load_best_model",
+            wrapper=Seam(f"{__name__}:load_best_model"),
+            signature=(),
+            summary="applies no flag to the best checkpoint, which is loaded when training has ended",
         ),
         Patch(
             target="transformers.trainer:Trainer._load_rng_state",

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError, error_of, raise_faults
@@ -257,8 +259,23 @@ def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
         listener(policy)
 
 
+_NO_RESUME: ContextVar[bool] = ContextVar("ds_reshard_no_resume", default=False)
+
+
+@contextmanager
+def no_resume() -> Iterator[None]:
+    """What is loaded meanwhile is no resume, whoever has saved it: no policy applies to it."""
+    token = _NO_RESUME.set(True)
+    try:
+        yield
+    finally:
+        _NO_RESUME.reset(token)
+
+
 def asked_policy(*more: Given) -> ResumePolicy:
-    """The policy of every place together with `more` (a host's own configuration)."""
+    """The policy of every place together with `more` (a host's own configuration); see `no_resume`."""
+    if _NO_RESUME.get():
+        return ResumePolicy()
     with _LOCK:
         return combine([*_PLACES.values(), *more])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
+from contextlib import ExitStack
 from typing import Any
 
 import jobs
@@ -11,8 +11,19 @@ import torch
 from cases import Model
 
 
-def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None, lr: float = 0.01) -> dict[str, Any]:
-    """Train six steps, saving and evaluating every second; what each optimizer step used, and what was loaded."""
+def best_at_end(
+    folder: str,
+    own_scheduler: bool,
+    resume_from: str | None = None,
+    lr: float = 0.01,
+    policy: dict[str, Any] | None = None,
+    rising: bool = False,
+    beside: tuple[str, ...] = (),
+) -> dict[str, Any]:
+    """Train six steps, saving and evaluating every second; what each optimizer step used, and what was loaded.
+
+    Where the loss is `rising` the first evaluation is the best one. `beside` are more hosts to hook than DeepSpeed.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -30,7 +41,7 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {"stage": 1},
-        "ds_reshard": {"resume": {"scheduler": "override"}},
+        "ds_reshard": {"resume": policy or {"scheduler": "override"}},
     }
     if not own_scheduler:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 3}}
@@ -63,12 +74,19 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
         def on_train_begin(self, *_: Any, **__: Any) -> None:
             _watch(trainer.deepspeed.optimizer.optimizer, rates)
 
+    class Evaluated(Trainer):  # type: ignore[misc]
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().evaluate(*args, **kwargs)
+            return {**found, "eval_loss": 1.0 + self.state.global_step} if rising else found
+
     try:
-        with ds_reshard.install("deepspeed"):
+        with ExitStack() as stack:
+            for host in ("deepspeed", *beside):
+                stack.enter_context(ds_reshard.install(host))
             net = _Losses(Model())
             optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
             data = [{"tokens": torch.tensor(n % 13), "labels": torch.tensor((n + 1) % 13)} for n in range(64)]
-            trainer = Trainer(
+            trainer = Evaluated(
                 model=net,
                 args=arguments,
                 train_dataset=data,
@@ -85,7 +103,8 @@ def best_at_end(folder: str, own_scheduler: bool, resume_from: str | None = None
         logger.setLevel(level)
     best = trainer.state.best_model_checkpoint
     own = sum("holds what this run has saved" in text for text in told)
-    return {"error": None, "rates": rates, "best": Path(best).name, "own": own}
+    weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
+    return {"error": None, "rates": rates, "best": best, "own": own, "weights": weights}
 
 
 class _Losses(jobs.Net):
