@@ -63,7 +63,7 @@ class HostHooks:
     range that the tests have run against. Where the framework may be used from a source tree, without a
     distribution, `version_attribute` names what holds its version, as `package.module:name`. `instead` are patches
     that `auto` puts in place where it leaves the host as it is: they refuse what was asked of us and would be dropped.
-    `resumes` says that a resume policy is applied through these patches, and cannot be without them.
+    `resumes` says that a resume policy is applied or refused through these patches, and would be dropped without them.
     """
 
     host: str

@@ -8,8 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 
 from ds_reshard import hooks
-from ds_reshard.errors import ConfigError
+from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import HookStatus, HostHooks, Installation
+from ds_reshard.resume.policy import ResumePolicy
 
 HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron", "transformers")
 
@@ -63,3 +64,17 @@ def _ask_to_verify(wanted: bool) -> None:
 def installed() -> tuple[HookStatus, ...]:
     """Every patch of every host with its state and whether this version of the framework is tested."""
     return hooks.installed(tables())
+
+
+def hooked(name: str) -> bool:
+    """Whether the patches of one host are in place, put there by us or carried by its source."""
+    return any(status.state in ("installed", "vendored") for status in installed() if status.host == name)
+
+
+def insist(policy: ResumePolicy) -> None:
+    """Raise HookError where a policy is asked for that the hooks of DeepSpeed would apply, and they are not on."""
+    if not policy.is_default and not hooked("deepspeed"):
+        raise HookError(
+            "a resume policy was asked for, and the hooks of DeepSpeed, which apply it, are not on: "
+            "write import ds_reshard.auto at the top of the script"
+        )

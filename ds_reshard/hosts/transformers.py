@@ -3,7 +3,7 @@
 Importing this loads neither transformers nor torch. Rung 2 of the ladder (a method on a class): `Trainer.train` is the
 one place before weights, optimizer, scheduler and random states are unpickled (trainer.py, 5.23.0). What is loaded
 under another layout, and the resume policy, are the affair of the hooks of DeepSpeed and accelerate below it; without
-DeepSpeed there is none, and the policy is refused. Random states are the Trainer's own.
+DeepSpeed, or without those hooks, there is none, and the policy is refused. Random states are the Trainer's own.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def train(call: Call) -> object:
     older = call.arguments.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed, in 4.x
     trainer, wanted = call["self"], call["resume_from_checkpoint"] or older
     refuse_unsafe_checkpoint(trainer, wanted)
-    if wanted and _config(trainer) is None:
-        refuse_policy()
+    if wanted:
+        refuse_policy(_config(trainer))
     return call()
 
 
@@ -59,12 +59,22 @@ def _config(trainer: Trainer) -> Mapping[str, object] | None:
     )
 
 
-def refuse_policy() -> None:
-    """Raise ConfigError on every rank where a resume policy was asked for. Collective."""
-    from ds_reshard.operations.ranks import together
-    from ds_reshard.resume.policy_sources import refuse_unapplied
+def refuse_policy(config: Mapping[str, object] | None) -> None:
+    """Raise on every rank where a resume policy was asked for that nobody would apply. Collective.
 
-    together(lambda: refuse_unapplied("this Trainer"), subject="Trainer.train")
+    `config` is the DeepSpeed JSON. ConfigError without one; HookError where the hooks of DeepSpeed are not on.
+    """
+    from ds_reshard.hosts import insist
+    from ds_reshard.operations.ranks import together
+    from ds_reshard.resume.policy_sources import policy_beside, refuse_unapplied
+
+    def refuse() -> None:
+        if config is None:
+            refuse_unapplied("this Trainer")
+        else:
+            insist(policy_beside(config))
+
+    together(refuse, subject="Trainer.train")
 
 
 def refuse_unseen_schedule(trainer: Trainer) -> None:
@@ -107,7 +117,6 @@ HOOKS = HostHooks(
     distribution="transformers",
     versions=">=4.30,<6",
     tested=("5.23.0",),
-    resumes=False,
     patches=(
         Patch(
             target="transformers.trainer:Trainer.train",

@@ -72,6 +72,14 @@ def own_save(folder: str, flags: list[str]) -> list[tuple[str, str]]:
         return [unsafe_jobs.dcp_load(one)[:2] for one in (folder, f"{folder}.copy")]
 
 
+def unhooked(folder: str, policy: dict[str, Any]) -> dict[str, Any]:
+    """A resume of the Trainer on DeepSpeed with its own hooks alone."""
+    import ds_reshard
+
+    with ds_reshard.install("transformers"):
+        return late_trainer_jobs.run("none", 1, folder, hooks=False, resumes=True, policy=policy)
+
+
 def start(host: str, folder: str, flags: list[str]) -> str:
     """What a run is told that has flags from the start, and nothing to resume from."""
     with _asked(flags):

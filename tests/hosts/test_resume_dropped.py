@@ -46,6 +46,14 @@ def test_what_the_run_itself_has_saved_is_no_resume(worlds: Any, tmp_path: Path)
     assert [error for _, (error, _) in told] == ["ConfigError"] * 2
 
 
+def test_the_trainers_hooks_alone_refuse_a_policy(worlds: Any, tmp_path: Path) -> None:
+    """The hooks of DeepSpeed apply it: without them DeepSpeed would load as if nothing had been asked."""
+    worlds[2].run("late_trainer_jobs.run", mode="none", stage=1, folder=str(tmp_path))
+    told = worlds[2].run("dropped_jobs.unhooked", folder=str(tmp_path), policy={"optimizer": "skip"})
+    assert {one["raised"] for one in told} == {"HookError"} and "ds_reshard.auto" in told[0]["text"], told
+    assert worlds[2].run("dropped_jobs.unhooked", folder=str(tmp_path), policy={})[0]["raised"] is None
+
+
 def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_path: Path) -> None:
     """It restores them beside the engine, where the report says that they are this run's."""
     given = {"mode": "optimizer", "stage": 1, "folder": str(tmp_path)}

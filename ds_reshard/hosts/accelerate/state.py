@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard import hosts
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
-from ds_reshard.errors import HookError, UnsupportedLayout, WriteFailed, raise_faults
+from ds_reshard.errors import UnsupportedLayout, WriteFailed, raise_faults
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
@@ -156,7 +156,7 @@ def load_state(call: Call) -> object:
     where = os.path.expanduser(os.fspath(input_dir)) if input_dir is not None else _latest(accelerator)
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if where is not None:
-        if _by_deepspeed(accelerator) and not _deepspeed_hooked():
+        if _by_deepspeed(accelerator) and not hosts.hooked("deepspeed"):
             raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
         refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
     # absolute: a name that begins with ~ would be expanded
@@ -167,7 +167,7 @@ def load_state(call: Call) -> object:
             together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
         return original()
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
-    _insist(policy)
+    hosts.insist(policy)
     saved = Saved()
     if mine is not None and mine.clock != ENGINE and policy.places_schedule and not _updates(mine):
         together(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
@@ -269,20 +269,6 @@ def _without_schedule(accelerator: Accelerator, mine: Tracked) -> Iterator[None]
         yield
     finally:
         accelerator._schedulers, accelerator._custom_objects = schedulers, registered
-
-
-def _insist(policy: ResumePolicy) -> None:
-    """Raise where a policy is asked for that the hooks of DeepSpeed would apply, and they are not on."""
-    if not policy.is_default and not _deepspeed_hooked():
-        raise HookError(
-            "a resume policy was asked for, and the hooks of DeepSpeed, which apply it, are not on: "
-            "write import ds_reshard.auto at the top of the script"
-        )
-
-
-def _deepspeed_hooked() -> bool:
-    states = {status.state for status in hosts.installed() if status.host == "deepspeed"}
-    return bool(states & {"installed", "vendored"})
 
 
 def _place(mine: Tracked, position: int) -> None:
