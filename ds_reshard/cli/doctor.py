@@ -51,7 +51,8 @@ class Framework:
 def frameworks() -> tuple[Framework, ...]:
     """Every framework that ds_reshard patches or stands on; none is imported."""
     beside = [(name, name, *known) for name, known in _BESIDE.items()]
-    patched = [(_name(hooks), hooks.distribution, hooks.versions, hooks.tested) for hooks in tables()]
+    tabled = [hooks for hooks in tables() if hooks.host not in _BESIDE]
+    patched = [(_name(hooks), hooks.distribution, hooks.versions, hooks.tested) for hooks in tabled]
     return tuple(
         Framework(name=name, version=version_of(distribution), versions=versions, tested=tested)
         for name, distribution, versions, tested in (*beside, *patched)

@@ -12,7 +12,7 @@ from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import HookStatus, HostHooks, Installation
 from ds_reshard.resume.policy import ResumePolicy
 
-HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron", "transformers")
+HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron", "transformers", "torch")
 
 
 def table(name: str) -> HostHooks:

@@ -122,6 +122,11 @@ class Watched:
 _CURRENT: ContextVar[Watched | None] = ContextVar("ds_reshard_watched", default=None)
 
 
+def under_way() -> bool:
+    """Whether this is called inside a load of one of the hosts."""
+    return _CURRENT.get() is not None
+
+
 def in_force() -> Asked:
     """What is asked of the load that is going on, or would be of one that begins now."""
     current = _CURRENT.get()

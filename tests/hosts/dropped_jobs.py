@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import copy
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +15,7 @@ import late_trainer_jobs
 import torch
 import torch.distributed as dist
 import unsafe_jobs
+from accelerate import Accelerator
 
 
 @contextmanager
@@ -34,6 +37,8 @@ def save(host: str, folder: str) -> None:
     elif host == "manager":
         Path(folder).mkdir(exist_ok=True)
         torch.save({"w": torch.ones(2)}, f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
+    elif host == "script":
+        _Plain(folder).save()
     else:
         unsafe_jobs.trainer_save(folder)
 
@@ -49,6 +54,8 @@ def resume(host: str, folder: str, flags: list[str]) -> tuple[str, str]:
             shutil.rmtree(f"{folder}/package{dist.get_rank()}", ignore_errors=True)
             dist.barrier()
             return unsafe_jobs.managed(folder, "path")
+        if host == "script":
+            return unsafe_jobs._told(_Plain(folder).load)
         return unsafe_jobs.trainer_resume(folder, f"{folder}/checkpoint-2")
 
 
@@ -72,12 +79,71 @@ def own_save(folder: str, flags: list[str]) -> list[tuple[str, str]]:
         return [unsafe_jobs.dcp_load(one)[:2] for one in (folder, f"{folder}.copy")]
 
 
+class _Plain:
+    """A script that saves and loads its optimizer by itself."""
+
+    def __init__(self, folder: str) -> None:
+        torch.manual_seed(3)
+        self.file = f"{folder}/plain.pt"
+        self.net = torch.nn.Linear(4, 3)
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+    def save(self) -> None:
+        os.makedirs(os.path.dirname(self.file), exist_ok=True)
+        self.net(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+        torch.save({"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, self.file)
+
+    def load(self) -> None:
+        import ds_reshard
+
+        with ds_reshard.install("torch"):
+            saved = torch.load(self.file, weights_only=True)
+            self.optimizer.load_state_dict(saved["optimizer"])
+            self.net.load_state_dict(saved["net"])
+
+
 def unhooked(folder: str, policy: dict[str, Any]) -> dict[str, Any]:
     """A resume of the Trainer on DeepSpeed with its own hooks alone."""
     import ds_reshard
 
     with ds_reshard.install("transformers"):
         return late_trainer_jobs.run("none", 1, folder, hooks=False, resumes=True, policy=policy)
+
+
+def beside(folder: str, flags: list[str]) -> list[str]:
+    """What a script is told that has DeepSpeed's engine and, beside it, an optimizer whose state it loads itself."""
+    import jobs
+    from cases import Model, Run
+
+    import ds_reshard
+
+    _Plain(folder).save()
+    with ds_reshard.install("deepspeed"), ds_reshard.install("torch"):
+        engine = jobs.build(Run(1, 1), Model())
+        jobs.train(engine, 0, 2)
+        engine.save_checkpoint(folder)
+        with _asked(flags):
+            told = [unsafe_jobs._told(lambda: jobs.build(Run(1, 1), Model()).load_checkpoint(folder))[0]]
+            return [*told, unsafe_jobs._told(_Plain(folder).load)[0]]
+
+
+def no_resume(flags: list[str]) -> list[str]:
+    """What a script without DeepSpeed is told of an optimizer that gets its own state: prepared, or going back."""
+    import ds_reshard
+
+    plain = _Plain("")
+
+    def prepare() -> None:
+        Accelerator(cpu=True).prepare(plain.net, plain.optimizer)
+
+    def go_back() -> None:
+        plain.net(torch.ones(2, 4)).sum().backward()
+        plain.optimizer.step()
+        plain.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
+
+    with ds_reshard.install("torch"), _asked(flags):
+        return [unsafe_jobs._told(one)[0] for one in (prepare, go_back)]
 
 
 def start(host: str, folder: str, flags: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""What accelerate, Hugging Face's Trainer and torch load beside DeepSpeed, or without it: no flag is dropped."""
+"""What accelerate, the Trainer, torch and scripts load beside DeepSpeed, or without it: no flag is dropped."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("host", ["accelerate", "Trainer", "torch", "manager"])
+@pytest.mark.parametrize("host", ["accelerate", "Trainer", "torch", "manager", "script"])
 def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host: str) -> None:
     """All load what torch has saved as it is, whatever the flags say; where nothing is loaded nothing is refused.
 
-    `dcp.load` of torch, and the managers of EasyR1 and verl (a synthetic class).
+    `dcp.load` of torch, the managers of EasyR1 and verl (a synthetic class), and a script that loads its optimizer.
     """
     folder = str(tmp_path / "saved")
     assert worlds[2].run("dropped_jobs.start", host=host, folder=folder, flags=["--no-load-optim"]) == ["", ""]
@@ -44,6 +44,19 @@ def test_what_the_run_itself_has_saved_is_no_resume(worlds: Any, tmp_path: Path)
     told = worlds[2].run("dropped_jobs.own_save", folder=str(tmp_path / "saved"), flags=["--no-load-optim"])
     assert [own for own, _ in told] == [("", "")] * 2
     assert [error for _, (error, _) in told] == ["ConfigError"] * 2
+
+
+def test_an_optimizer_beside_the_engine_refuses_flags(worlds: Any, tmp_path: Path) -> None:
+    """The engine's own load follows them; what the script gives another optimizer of its own would not."""
+    for number, flag in enumerate(("--no-load-lr-state", "--no-load-optim")):
+        folder = str(tmp_path / str(number))
+        assert worlds[1].run("dropped_jobs.beside", folder=folder, flags=[flag]) == [["", "ConfigError"]]
+    assert worlds[1].run("dropped_jobs.beside", folder=str(tmp_path / "none"), flags=[]) == [["", ""]]
+
+
+def test_an_optimizer_that_gets_its_own_state_does_not_resume(worlds: Any) -> None:
+    """accelerate gives each optimizer its own state when it prepares it, and a script may go back to one of its run."""
+    assert worlds[1].run("dropped_jobs.no_resume", flags=["--no-load-optim"]) == [["", ""]]
 
 
 def test_the_trainers_hooks_alone_refuse_a_policy(worlds: Any, tmp_path: Path) -> None:
