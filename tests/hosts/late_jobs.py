@@ -315,6 +315,46 @@ def finetuned(late: Late, folder: str) -> dict[str, Any]:
     }
 
 
+def counted_data(
+    late: Late, folder: str, saved: dict[str, Any] | None = None, policy: dict[str, Any] | None = None, **loading: bool
+) -> dict[str, Any]:
+    """Save what a data loader has counted, or what a run is told, and its data loader given, that loads it.
+
+    The loader is accelerate's; what torchdata has below it is a synthetic stand-in, which keeps what it is given.
+    `loading` is how accelerate has it read.
+    """
+    import logging
+
+    from accelerate.utils import DataLoaderConfiguration
+
+    import ds_reshard
+
+    given: list[Any] = []
+    told: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    late = late.but(config={"ds_reshard": {"resume": policy or {}}})
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late, dataloader_config=DataLoaderConfiguration(**loading))
+        data = torch.utils.data.TensorDataset(torch.arange(64.0))
+        loader = run[0].prepare(torch.utils.data.DataLoader(data, batch_size=2 * GLOBAL_BATCH))
+        if saved is not None:
+            run[0].save_state(folder)
+            if run[0].is_main_process:
+                torch.save(saved, f"{folder}/dl_state_dict.bin")
+            return {}
+        loader.use_stateful_dataloader = True
+        loader.base_dataloader.load_state_dict = given.append
+        logging.getLogger("ds_reshard").addHandler(listener)
+        try:
+            run[0].load_state(folder)
+        except ds_reshard.ReshardError as error:
+            return {"raised": type(error).__name__, "text": str(error), "updates": run[1].global_steps}
+        finally:
+            logging.getLogger("ds_reshard").removeHandler(listener)
+    return {"raised": None, "given": given, "told": [text for text in told if "samples" in text]}
+
+
 def two_engines(saved: str, loaded: str, folder: str, policy: dict[str, Any] | None = None) -> list[list[float]]:
     """The rates of an engine beside another that makes two updates for each of its own: uninterrupted, and resumed."""
     import ds_reshard

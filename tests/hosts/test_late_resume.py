@@ -211,6 +211,35 @@ def test_weights_alone_leave_accelerates_own_states_out(worlds: Any, saves: Any)
         assert told["row"] == (("this run", "--finetune") if rank == 0 else None)
 
 
+def test_a_count_of_batches_is_that_of_as_many_processes(worlds: Any, tmp_path: Path) -> None:
+    """With use_stateful_dataloader accelerate goes on by the count of one process, whatever the others have had.
+
+    Those of the whole run are counted where batches are split, or one process reads for all; at the end of an epoch
+    there is none. Batches of another size are told.
+    """
+    folder, late = str(tmp_path / "within"), Late(stage=0)
+    state = {"_sampler_iter_yielded": 3, "_num_yielded": 3, "_iterator_finished": False}  # as torchdata 0.11 has it
+    worlds[2].run("late_jobs.counted_data", late=late, folder=folder, saved=state)
+
+    def load(ranks: int, folder: str = folder, late: Late = late, **kwargs: Any) -> Any:
+        told = worlds[ranks].run("late_jobs.counted_data", late=late, folder=folder, **kwargs)
+        assert all(rank["raised"] == told[0]["raised"] for rank in told), told
+        return told[0]
+
+    assert (load(2)["given"], load(2)["told"]) == ([state], [])
+    for ranks in (1, 3):
+        refused = load(ranks)
+        assert refused["raised"] == "UnsupportedLayout" and refused["updates"] == 0, refused
+        assert "dl_state_dict.bin: counts the batches" in refused["text"] and "2 processes" in refused["text"]
+        assert load(ranks, policy={"finetune": True})["given"] == [], "which begins its data anew"
+        assert load(ranks, split_batches=True)["given"] == load(ranks, dispatch_batches=True)["given"] == [state]
+    smaller = load(2, late=late.but(accumulation=2))
+    assert smaller["given"] == [state] and "dl_state_dict.bin counts batches" in smaller["told"][0]
+    at_end = {**state, "_iterator_finished": True}
+    worlds[2].run("late_jobs.counted_data", late=late, folder=str(tmp_path / "end"), saved=at_end)
+    assert load(1, folder=str(tmp_path / "end"))["given"] == [at_end]
+
+
 @pytest.mark.parametrize("policy", [None, {"scheduler": "override"}], ids=str)
 @pytest.mark.parametrize(("saved", "loaded"), [("engine", "accelerate"), ("accelerate", "engine")])
 def test_the_updates_of_the_engine_that_has_the_schedule_count(

@@ -33,7 +33,7 @@ from ds_reshard.operations.ranks import gather, together
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.policy_sources import policy_beside, refuse_unapplied
-from ds_reshard.resume.report import ResumeReport, last_report
+from ds_reshard.resume.report import ResumeReport, Row, last_report
 from ds_reshard.resume.schedulers import ACCELERATE, CLOCKS, ENGINE, PLATEAU, UNKNOWN, Beginning, kind_of, set_groups
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def load_state(call: Call) -> object:
         return original()
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
     hosts.insist(policy)
-    saved = Saved()
+    saved, counted = Saved(), [] if policy.finetune or where is None else _counted_data(accelerator, where)
     if mine is not None and mine.clock != ENGINE and policy.places_schedule and not _updates(mine):
         together(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
     if mine is not None and where is not None:
@@ -185,6 +185,7 @@ def load_state(call: Call) -> object:
         _TRACKED[accelerator] = replace(mine, began=since)
     if not policy.finetune:
         _agree_on_step(accelerator, where, before)
+        _warn_of_another_batch(accelerator, counted, before)
     return result
 
 
@@ -315,13 +316,90 @@ def _saved_clock(folder: str) -> Saved:
     names = folders.entries(folder)
     if not names:
         return Saved()  # accelerate says that it is not there
+    record = _record(folder)
     try:
-        record = folders.read_json(os.path.join(folder, RECORD)) if RECORD in names else None
-        if isinstance(record, dict) and record["clock"] in CLOCKS:
-            return Saved(record["clock"], int(record.get("began", 0)), record.get("steps_per_update", 1) is None)
+        if record["clock"] in CLOCKS:
+            return Saved(
+                str(record["clock"]), int(str(record.get("began", 0))), record.get("steps_per_update", 1) is None
+            )
     except (ValueError, KeyError, TypeError):
         pass  # the files tell it as well
     return Saved(ACCELERATE if "scheduler.bin" in names else ENGINE)
+
+
+def _record(folder: str) -> Mapping[str, object]:
+    """What `save_state` has noted beside a checkpoint; nothing where there is no such file, or it says nothing."""
+    try:
+        found = folders.read_json(os.path.join(folder, RECORD)) if RECORD in folders.entries(folder) else None
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
+
+
+def _counted_data(accelerator: Accelerator, where: str) -> list[str]:
+    """The files that tell data loaders how many batches each process has had, in the middle of an epoch. Collective.
+
+    accelerate gives each process its share of the batches, and the count of one to all of them (`DataLoaderShard` in
+    data_loader.py, 1.15.0, with use_stateful_dataloader): on another number of processes it is the count of other
+    batches, of which some would be seen twice, or none of them ever. UnsupportedLayout on every rank there. Where
+    batches are split, or one process reads for all, those of the whole run are counted.
+    """
+    numbers = [
+        number
+        for number, loader in enumerate(accelerator._dataloaders)
+        if getattr(loader, "use_stateful_dataloader", False) and type(loader).__name__ == "DataLoaderShard"
+    ]
+    if accelerator.split_batches or not numbers:
+        return []
+    found = together(lambda: _data_positions(where, numbers), subject=f"loading {where}")
+    told = gather(found)
+    then, now, files = max(processes for processes, _ in told), accelerator.num_processes, told[0][1]
+    if then not in (0, now):
+        faults = [
+            UnsupportedLayout.fault(
+                os.path.join(where, name),
+                "counts the batches that each process has had, and there are others now",
+                f"{then} processes, as saved it",
+                f"{now}",
+                mend="load without use_stateful_dataloader and pass over what was seen with "
+                "accelerate.skip_first_batches, or save and load with split_batches=True or dispatch_batches=True",
+            )
+            for name in files
+        ]
+        raise_faults(faults, subject=f"loading {where}")
+    return files
+
+
+def _data_positions(where: str, numbers: list[int]) -> tuple[int, list[str]]:
+    """How many processes have saved a folder, and which data loaders' files in it are of the middle of an epoch."""
+    names = folders.entries(where)
+    ranks = [int(found[1]) for name in names if (found := re.fullmatch(r"random_states_(\d+)\.pkl", name))]
+    processes = _record(where).get("num_processes")
+    files = [f"dl_state_dict_{number}.bin" if number else "dl_state_dict.bin" for number in numbers]
+    return (
+        processes if isinstance(processes, int) else max(ranks, default=-1) + 1,
+        [name for name in files if name in names and _within_an_epoch(os.path.join(where, name))],
+    )
+
+
+def _within_an_epoch(path: str) -> bool:
+    """Whether a data loader's state is neither of the beginning nor of the end; also where it does not tell."""
+    import torch
+
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        return not state.get("_iterator_finished") and state.get("_num_yielded") != 0
+    except Exception:  # accelerate reads it itself, and says what is wrong with it
+        return True
+
+
+def _warn_of_another_batch(accelerator: Accelerator, counted: list[str], before: ResumeReport | None) -> None:
+    """Where as many processes go on by a count of batches of another size."""
+    rows = _reported(before)
+    then, now = (_micro_batch({name: getattr(row, at) for name, row in rows.items()}) for at in ("checkpoint", "used"))
+    if counted and accelerator.is_main_process and then is not None and then != now:
+        what = "%s counts batches of %d samples, and one of this run has %d: some samples are seen twice, or never"
+        logger.warning(what, ", ".join(counted), then, now)
 
 
 def _latest(accelerator: Accelerator) -> str | None:
@@ -368,10 +446,21 @@ def _agree_on_step(accelerator: Accelerator, where: str | None, before: ResumeRe
         logger.warning(begun, where)
 
 
+def _reported(before: ResumeReport | None) -> Mapping[str, Row]:
+    """What the engine's load has reported since; on rank 0."""
+    report = last_report()
+    return {row.name: row for row in report.rows} if report is not None and report is not before else {}
+
+
 def _accumulation(before: ResumeReport | None) -> int | None:
     """The micro-batches of an update of the saving run, where the engine's load has reported them."""
-    report = last_report()
-    for row in report.rows if report is not None and report is not before else ():
-        if row.name == "accumulation" and isinstance(row.checkpoint, int) and row.checkpoint > 0:
-            return row.checkpoint
-    return None
+    row = _reported(before).get("accumulation")
+    return row.checkpoint if row is not None and isinstance(row.checkpoint, int) and row.checkpoint > 0 else None
+
+
+def _micro_batch(values: Mapping[str, object]) -> int | None:
+    """The samples that a process has at once, of what a report says of one of the runs."""
+    batch, accumulation, layout = (values.get(key) for key in ("global batch size", "accumulation", "stage and dp"))
+    if not isinstance(batch, int) or not isinstance(accumulation, int) or not isinstance(layout, tuple):
+        return None
+    return batch // max(1, accumulation * int(layout[1]))
