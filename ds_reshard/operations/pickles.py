@@ -65,7 +65,8 @@ def walk(folder: str, faults: list[Fault]) -> Iterator[str]:
             yield from [entry.path for entry in found if entry.is_file()]
         except OSError as error:
             what = f"cannot be listed: {error.strerror or error}"
-            mend = "check the file system and its permissions"
+            missing = isinstance(error, FileNotFoundError)
+            mend = "check the path" if missing else "check the file system and its permissions"
             faults.append(ReadFailed.fault(str(error.filename), what, mend=mend))
 
 
