@@ -9,6 +9,7 @@ DeepSpeed, or without those hooks, there is none, and the policy is refused. Ran
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
@@ -18,6 +19,8 @@ from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 if TYPE_CHECKING:
     from transformers import Trainer
 
+
+logger = logging.getLogger("ds_reshard")
 
 ARGUMENTS = "training_args.bin"
 """The Trainer writes it and never reads it (trainer.py, 4.30 to 5.23): a class of the script's own harms nothing."""
@@ -29,6 +32,7 @@ def train(call: Call) -> object:
     refuse_unsafe_checkpoint(trainer, wanted)
     if wanted:
         refuse_policy(_config(trainer))
+        warn_of_counters(trainer, str(wanted))
     return call()
 
 
@@ -75,6 +79,17 @@ def refuse_policy(config: Mapping[str, object] | None) -> None:
             insist(policy_beside(config))
 
     together(refuse, subject="Trainer.train")
+
+
+def warn_of_counters(trainer: Trainer, wanted: str) -> None:
+    """Say on rank 0 that the Trainer counts on where a policy begins its iteration anew: no flag reaches its state."""
+    from ds_reshard.resume.policy_sources import policy_beside
+
+    policy = policy_beside(_config(trainer) or {})
+    if not policy.keeps_iteration and trainer.is_world_process_zero():
+        flags = ", ".join(policy.asked[key] for key in ("finetune", "iteration") if key in policy.asked)
+        what = "%s: the Trainer goes on with the steps and at the place in the data that trainer_state.json of %s tells"
+        logger.warning(f"{what}; max_steps and num_train_epochs count from its beginning", flags, wanted)
 
 
 def refuse_unseen_schedule(trainer: Trainer) -> None:

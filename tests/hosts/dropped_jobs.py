@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -152,13 +153,18 @@ def start(host: str, folder: str, flags: list[str]) -> str:
         return unsafe_jobs._told(lambda: save(host, folder))[1]
 
 
-def random_states(folder: str, policy: dict[str, Any]) -> list[bool]:
-    """Whether each load of the Trainer's random states, in a resume, has changed this run's."""
+def random_states(folder: str, policy: dict[str, Any]) -> tuple[list[bool], bool]:
+    """Whether each load of the Trainer's random states has changed this run's; and whether its counters are told of."""
+    import torch
     from transformers import Trainer
 
     import ds_reshard
 
     changed: list[bool] = []
+    told: list[str] = []
+    listener = logging.Handler(logging.WARNING)
+    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ds_reshard").addHandler(listener)
     with ds_reshard.install("transformers"):
         hooked = Trainer._load_rng_state
 
@@ -170,8 +176,9 @@ def random_states(folder: str, policy: dict[str, Any]) -> list[bool]:
 
         Trainer._load_rng_state = noted
         try:
-            told = late_trainer_jobs.run("optimizer", 1, folder, resumes=True, policy=policy)
+            answer = late_trainer_jobs.run("optimizer", 1, folder, resumes=True, policy=policy)
         finally:
             Trainer._load_rng_state = hooked
-    assert told["raised"] is None, told
-    return changed
+            logging.getLogger("ds_reshard").removeHandler(listener)
+    assert answer["raised"] is None, answer
+    return changed, any("trainer_state.json" in text for text in told)

@@ -68,12 +68,14 @@ def test_the_trainers_hooks_alone_refuse_a_policy(worlds: Any, tmp_path: Path) -
 
 
 def test_weights_alone_leave_the_trainers_random_states_out(worlds: Any, tmp_path: Path) -> None:
-    """It restores them beside the engine, where the report says that they are this run's."""
+    """It restores them beside the engine, where the report says that they are this run's. Its counters it keeps, and is
+    told of.
+    """
     given = {"mode": "optimizer", "stage": 1, "folder": str(tmp_path)}
     worlds[2].run("late_trainer_jobs.run", **given)
     for policy, changes in (({}, True), ({"finetune": True}, False)):
         told = worlds[2].run("dropped_jobs.random_states", folder=str(tmp_path), policy=policy)
-        assert told == [[changes]] * 2, policy
+        assert told == [([changes], not changes), ([changes], False)], policy
 
 
 @pytest.mark.parametrize("mode", ["none", "optimizer"], ids=["its own optimizer", "DeepSpeed's optimizer"])
