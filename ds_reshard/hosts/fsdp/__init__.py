@@ -98,8 +98,8 @@ def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = No
     from ds_reshard.resume.policy_sources import refuse_unapplied
 
     def refuse() -> None:
-        on = {status.host for status in hosts.installed() if status.state in ("installed", "vendored")}
-        if on.isdisjoint(("deepspeed", "megatron", "nanotron")) and not (folder is not None and saved_here(folder)):
+        applied = any(map(hosts.hooked, ("deepspeed", "megatron", "nanotron")))
+        if not applied and not (folder is not None and saved_here(folder)):
             refuse_unapplied(host)
 
     if alone:
