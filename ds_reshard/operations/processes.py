@@ -101,7 +101,7 @@ def _copy(
     parent: int,
 ) -> None:
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # which may be killed, and its lock is held here too
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # before it could ask
         os.kill(os.getpid(), signal.SIGKILL)
     import torch
 

@@ -101,6 +101,25 @@ def test_an_optimizer_that_was_gathered_from_fsdp_has_names(groups: int, trainer
     same({name: kinds for name, kinds in states(tmp_path / "back").items() if name != "none"}, expected)
 
 
+@pytest.mark.parametrize("position", [1, 3, 6])
+def test_a_schedule_that_counts_the_steps_of_several_processes_is_refused(position: int, tmp_path: Path) -> None:
+    """accelerate steps it once for each: after three updates of two processes it is at position six, not three.
+
+    A script that steps its scheduler itself may do so once for each epoch.
+    """
+    source = gathered(tmp_path / "saved", groups=2, trainers=False)
+    torch.save({"last_epoch": position, "_last_lr": [0.1, 0.05]}, source / "scheduler.bin")
+    for rank in range(2):
+        torch.save({"step": 3}, source / f"random_states_{rank}.pkl")
+    if position <= 3:
+        convert(str(source), str(tmp_path / "out"), to="zero2", dp=2, options=ONE_THREAD)
+        return
+    with pytest.raises(UnsupportedLayout, match=r"position, 6, counts the steps of 2 processes.*made 3.* updates"):
+        convert(str(source), str(tmp_path / "out"), to="zero2", dp=2, options=ONE_THREAD)
+    (source / "scheduler.bin").unlink()
+    convert(str(source), str(tmp_path / "out"), to="zero2", dp=2, options=ONE_THREAD)
+
+
 @pytest.mark.parametrize("to", ["zero1", "zero2", "zero3", "universal", "dcp"])
 @pytest.mark.parametrize("safe", [False, True], ids=["bin", "safetensors"])
 def test_there_and_back(to: str, safe: bool, tmp_path: Path) -> None:

@@ -190,6 +190,12 @@ def test_in_each_file_of_each_format(
         assert not mark.exists()
 
 
+def test_a_folder_that_is_not_there_has_another_path(tmp_path: Path) -> None:
+    """Which is no matter of permissions."""
+    with pytest.raises(ReadFailed, match=r"(?s)nowhere: cannot be listed.*check the path$"):
+        refuse_unsafe_folder(str(tmp_path / "nowhere"), alone=True)
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES, errno.ENOENT])
 def test_a_file_that_cannot_be_searched_is_no_safe_one(
     copied: Path, monkeypatch: pytest.MonkeyPatch, code: int

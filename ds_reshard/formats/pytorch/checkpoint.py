@@ -90,6 +90,7 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
     file = _single(folder, OPTIMIZERS, "states of the optimizer")
     if file is not None:
         facts, found[file] = _optimizer(folder, file, weights)
+    notes += _clock(folder, facts, objects)
     objects |= _iteration(folder, facts, left_out)
     left_out += _others(folder, found)
     placements: dict[TensorKey, Placement] = {}
@@ -139,6 +140,24 @@ def _iteration(folder: str, facts: OptimizerFacts | None, left_out: list[str]) -
     if steps:
         left_out.append(f"{TRAINER} says step {step}, and the optimizer {', '.join(steps[:4])}: each is kept as it is")
     return {(STEPS,): step}
+
+
+def _clock(folder: str, facts: OptimizerFacts | None, objects: Mapping[Path, object]) -> Iterator[str]:
+    """A note on a scheduler that accelerate has stepped once for each of several processes (scheduler.py, 1.15).
+
+    Each process leaves its random states (checkpointing.py). A scheduler that a script steps itself, by updates or
+    epochs, is never ahead of the optimizer; the Trainer's own counts updates.
+    """
+    processes = sum(name.startswith("random_states_") for name in folders.names(folder))
+    position = objects.get((SCHEDULER, "last_epoch"))
+    scalars = facts.scalars.values() if facts is not None else ()
+    steps = [step for states in scalars if (step := number_of(states.get("step"))) is not None]
+    if processes > 1 and type(position) is int and position > max(steps, default=0):
+        made = max(steps) if steps else "an unknown number of"
+        yield (
+            f"the scheduler's position, {position}, counts the steps of {processes} processes, as accelerate steps: "
+            f"the optimizer has made {made} updates: move scheduler.bin out of the folder, and begin the schedule there"
+        )
 
 
 def _others(folder: str, found: Iterable[str]) -> Iterator[str]:
