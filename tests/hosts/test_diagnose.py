@@ -14,7 +14,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, Warmup
 from torch.optim.lr_scheduler import ChainedScheduler, LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 import ds_reshard
-from ds_reshard.hosts.accelerate import HOOKS, _refuse_clock
+from ds_reshard.hosts.accelerate import HOOKS
 
 AUTO = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 4}}
@@ -157,7 +157,8 @@ def test_where_the_patches_do_not_fit_a_clock_is_an_error() -> None:
     def accelerator(config: dict[str, Any]) -> SimpleNamespace:
         return SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(deepspeed_config=config)))
 
-    method = _refuse_clock(lambda self, *args: args)
+    (patch,) = HOOKS.instead
+    method = patch.wrapper(lambda self, *args: args)
     with pytest.raises(ds_reshard.HookError, match=f"accelerate=={HOOKS.tested[-1]}"):
         method(accelerator({"ds_reshard": {"accelerate": {"clock": "engine"}}}), 1)
     assert method(accelerator({}), 1) == (1,)

@@ -78,10 +78,11 @@ def load_checkpoint(call: Call) -> Result:
     teacher, a reference, a dense model to be upcycled) and is left to Megatron, the policy waiting for the load that it
     is about. Raises ConfigError for a policy that contradicts the arguments, and what the seams inside raise.
     """
-    optimizer, scheduler, arguments = call["optimizer"], call["opt_param_scheduler"], _arguments()
+    optimizer, scheduler = call["optimizer"], call["opt_param_scheduler"]
     if (optimizer is None and scheduler is None) or call["load_arg"] != "load":
         result: Result = call()
         return result
+    arguments = _arguments()
     policy, where = policy_of(arguments), getattr(arguments, "load", None)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where))
     before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}

@@ -14,6 +14,7 @@ import torch
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.flat_states import experts_apart
+from ds_reshard.hooks import Seam
 from ds_reshard.hosts.megatron import direct, topology, training
 from ds_reshard.hosts.megatron.direct import Taken
 from ds_reshard.hosts.megatron.live import Load, in_force
@@ -234,12 +235,17 @@ def test_a_local_checkpoint_is_named_by_its_iteration(step: int | None, tmp_path
     base: Any = (state, (4, 0, ""), False, SimpleNamespace(name="LOCAL"))
     arguments = Namespace(ckpt_step=step, non_persistent_ckpt_type="local", optimizer="adam")
     load = Load(policy=ResumePolicy(), optimizer=None, scheduler=None)
+
+    @Seam("ds_reshard.hosts.megatron.training:load_base_checkpoint")
+    def load_base_checkpoint(load_dir: str, args: Namespace, rank0: bool) -> object:
+        return base
+
     with in_force(load):
         if step == 3:
             with pytest.raises(ConfigError, match="local checkpoint of iteration 4: is non-persistent and no older"):
-                training.load_base_checkpoint(lambda: base, str(tmp_path), arguments, first=True)
+                load_base_checkpoint(str(tmp_path), arguments, rank0=True)
         else:
-            assert training.load_base_checkpoint(lambda: base, str(tmp_path), arguments, first=True) == base
+            assert load_base_checkpoint(str(tmp_path), arguments, rank0=True) == base
     assert load.where == "the local checkpoint of iteration 4"
 
 
@@ -249,8 +255,12 @@ def test_a_refused_load_leaves_the_arguments_as_they_were(monkeypatch: pytest.Mo
     monkeypatch.setattr(training, "policy_of", lambda arguments: policy)
     flags = {"no_load_optim": None, "finetune": False, "no_load_rng": None}
     arguments = Namespace(load=None, dataloader_type="external", **flags)
+    monkeypatch.setattr(training, "_arguments", lambda: arguments)
+
+    @Seam("ds_reshard.hosts.megatron.training:load_checkpoint")
+    def load_checkpoint(ddp_model: object, optimizer: object, opt_param_scheduler: object, load_arg: str) -> object:
+        return 0, 0
+
     with pytest.raises(ConfigError, match="keeps its own place"):
-        training.load_checkpoint(
-            lambda **more: (0, 0), arguments, models=[], optimizer=object(), scheduler=None, load_arg="load"
-        )
+        load_checkpoint([], object(), None, "load")
     assert vars(arguments) == {"load": None, "dataloader_type": "external", **flags}
