@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -12,11 +11,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import jobs
 import late_trainer_jobs
 import torch
 import torch.distributed as dist
 import unsafe_jobs
 from accelerate import Accelerator
+from logs import heard
 
 
 @contextmanager
@@ -114,7 +115,6 @@ def unhooked(folder: str, policy: dict[str, Any]) -> dict[str, Any]:
 
 def beside(folder: str, flags: list[str]) -> list[str]:
     """What a script is told that has DeepSpeed's engine and, beside it, an optimizer whose state it loads itself."""
-    import jobs
     from cases import Model, Run
 
     import ds_reshard
@@ -161,11 +161,7 @@ def random_states(folder: str, policy: dict[str, Any]) -> tuple[list[bool], bool
     import ds_reshard
 
     changed: list[bool] = []
-    told: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_reshard").addHandler(listener)
-    with ds_reshard.install("transformers"):
+    with ds_reshard.install("transformers"), heard() as told:
         hooked = Trainer._load_rng_state
 
         def noted(self: Any, checkpoint: str) -> None:
@@ -179,6 +175,5 @@ def random_states(folder: str, policy: dict[str, Any]) -> tuple[list[bool], bool
             answer = late_trainer_jobs.run("optimizer", 1, folder, resumes=True, policy=policy)
         finally:
             Trainer._load_rng_state = hooked
-            logging.getLogger("ds_reshard").removeHandler(listener)
     assert answer["raised"] is None, answer
     return changed, any("trainer_state.json" in text for text in told)

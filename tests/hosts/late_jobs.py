@@ -15,6 +15,7 @@ from typing import Any
 import jobs
 import torch
 from cases import GLOBAL_BATCH, Model
+from logs import heard
 from torch.optim import lr_scheduler as lrs
 
 LR, BETAS = 0.01, (0.9, 0.95)
@@ -323,16 +324,11 @@ def counted_data(
     The loader is accelerate's; what torchdata has below it is a synthetic stand-in, which keeps what it is given.
     `loading` is how accelerate has it read.
     """
-    import logging
-
     from accelerate.utils import DataLoaderConfiguration
 
     import ds_reshard
 
     given: list[Any] = []
-    told: list[str] = []
-    listener = logging.Handler(logging.WARNING)
-    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
     late = late.but(config={"ds_reshard": {"resume": policy or {}}})
     with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
         run = prepared(late, dataloader_config=DataLoaderConfiguration(**loading))
@@ -345,13 +341,11 @@ def counted_data(
             return {}
         loader.use_stateful_dataloader = True
         loader.base_dataloader.load_state_dict = given.append
-        logging.getLogger("ds_reshard").addHandler(listener)
         try:
-            run[0].load_state(folder)
+            with heard() as told:
+                run[0].load_state(folder)
         except ds_reshard.ReshardError as error:
             return {"raised": type(error).__name__, "text": str(error), "updates": run[1].global_steps}
-        finally:
-            logging.getLogger("ds_reshard").removeHandler(listener)
     return {"raised": None, "given": given, "told": [text for text in told if "samples" in text]}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jobs
 import torch
 from cases import Model
+from logs import heard
 
 
 def best_at_end(
@@ -62,13 +63,6 @@ def best_at_end(
         warmup_steps=3,
     )
     rates: list[float] = []
-    told: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("ds_reshard")
-    level = logger.level
-    logger.addHandler(listener)
-    logger.setLevel(logging.INFO)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, *_: Any, **__: Any) -> None:
@@ -80,7 +74,8 @@ def best_at_end(
             return {**found, "eval_loss": 1.0 + self.state.global_step} if rising else found
 
     try:
-        with ExitStack() as stack:
+        ds_reshard.uninstall("transformers")  # which another job of this process may have hooked for good
+        with heard(logging.INFO) as told, ExitStack() as stack:
             for host in ("deepspeed", *beside):
                 stack.enter_context(ds_reshard.install(host))
             net = _Losses(Model())
@@ -99,8 +94,6 @@ def best_at_end(
         return {"error": str(error)}
     finally:
         PartialState._prepare_backend = backend
-        logger.removeHandler(listener)
-        logger.setLevel(level)
     best = trainer.state.best_model_checkpoint
     own = sum("holds what this run has saved" in text for text in told)
     weights = {name: value.detach().clone() for name, value in net.state_dict().items()}
