@@ -68,7 +68,7 @@ def installed() -> tuple[HookStatus, ...]:
 
 def hooked(name: str) -> bool:
     """Whether the patches of one host are in place, put there by us or carried by its source."""
-    return any(status.state in ("installed", "vendored") for status in installed() if status.host == name)
+    return any(status.state in ("installed", "vendored") for status in hooks.installed([table(name)]))
 
 
 def insist(policy: ResumePolicy) -> None:

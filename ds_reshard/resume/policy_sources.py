@@ -286,10 +286,13 @@ def policy_beside(config: Mapping[str, object]) -> ResumePolicy:
     return asked_policy(from_json(section.get("resume", {}) if isinstance(section, Mapping) else {}))
 
 
-def refuse_unapplied(host: str) -> None:
-    """Raise ConfigError where a policy, or a report of it, was asked for, and `host` loads without DeepSpeed."""
+def refuse_unapplied(host: str, *, unless: Callable[[], bool] = lambda: False) -> None:
+    """Raise ConfigError where a policy, or a report of it, was asked for, and `host` loads without DeepSpeed.
+
+    `unless` says that it is applied elsewhere, and is called where one was asked for alone.
+    """
     policy = asked_policy()
-    if not policy.is_default or policy.report is not None:
+    if (not policy.is_default or policy.report is not None) and not unless():
         raise ConfigError.of(
             ", ".join(policy.asked.values()),
             f"says what a load takes from the checkpoint, and {host} loads without DeepSpeed: it cannot be applied",

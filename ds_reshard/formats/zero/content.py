@@ -260,20 +260,7 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
     for name in sorted({*content.beside, *content.buffers} - content.records.keys()):
         what = "is a buffer, or a tensor beside the model, that is saved in several pieces"
         yield _fault(name, what, "save it whole: not as a DTensor that is sharded")
-    for name, states in trained.items():
-        for kind, held in states.items():
-            if name not in weights or held.shape != weights[name].shape:
-                what = "is not of the shape of a weight that was saved"
-                mend = "save model and optimizer together; other shapes have no place in ZeRO"
-                if name not in weights:
-                    what = "is a state of a parameter of which no weight was saved"
-                    mend = "save it by get_state_dict of torch, beside the whole model's weights, under the same names"
-                yield _fault(f"{name}[{kind}]", what, mend)
-            elif held.dtype is not ElementType.FLOAT32:
-                mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
-                mend += "through ds_reshard.dcp.Reader"
-                what = f"is {held.dtype.label}, where DeepSpeed keeps fp32 masters and states"
-                yield _fault(f"{name}[{kind}]", what, mend)
+    yield from _state_faults(content)
     lacking = [name for name in {**trained, **scalars} if name in weights and MASTER not in trained.get(name, ())]
     if lacking:
         yield UnsupportedLayout.fault(
@@ -295,6 +282,25 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
                     "others",
                     mend="resume it with the framework that saved it",
                 )
+
+
+def _state_faults(content: Content) -> Iterator[Fault]:
+    """States that are no fp32 tensors of the shape of a weight."""
+    weights = content.weights
+    for name, states in content.trained.items():
+        for kind, held in states.items():
+            if name not in weights or held.shape != weights[name].shape:
+                what = "is not of the shape of a weight that was saved"
+                mend = "save model and optimizer together; other shapes have no place in ZeRO"
+                if name not in weights:
+                    what = "is a state of a parameter of which no weight was saved"
+                    mend = "save it by get_state_dict of torch, beside the whole model's weights, under the same names"
+                yield _fault(f"{name}[{kind}]", what, mend)
+            elif held.dtype is not ElementType.FLOAT32:
+                mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
+                mend += "through ds_reshard.dcp.Reader"
+                what = f"is {held.dtype.label}, where DeepSpeed keeps fp32 masters and states"
+                yield _fault(f"{name}[{kind}]", what, mend)
 
 
 def _lies_deeper(path: Path, members: Container[str]) -> bool:

@@ -10,6 +10,7 @@ ours would take the place of the script's.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,10 +98,11 @@ def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = No
     from ds_reshard.operations.ranks import together
     from ds_reshard.resume.policy_sources import refuse_unapplied
 
-    def refuse() -> None:
-        applied = any(map(hosts.hooked, ("deepspeed", "megatron", "nanotron")))
-        if not applied and not (folder is not None and saved_here(folder)):
-            refuse_unapplied(host)
+    def elsewhere() -> bool:
+        own = folder is not None and saved_here(folder)
+        return own or any(map(hosts.hooked, ("deepspeed", "megatron", "nanotron")))
+
+    refuse = partial(refuse_unapplied, host, unless=elsewhere)
 
     if alone:
         refuse()
