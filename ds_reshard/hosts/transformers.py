@@ -131,7 +131,7 @@ HOOKS = HostHooks(
     host="transformers",
     distribution="transformers",
     versions=">=4.30,<6",
-    tested=("5.23.0",),
+    tested=("5.23.0", "5.24.0"),
     patches=(
         Patch(
             target="transformers.trainer:Trainer.train",
