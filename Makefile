@@ -23,7 +23,7 @@ help:
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
 	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
-	@echo "make test-versions  a part of the tests against older DeepSpeed, accelerate and Megatron-LM releases, and other Pythons"
+	@echo "make test-versions  a part of the tests against other DeepSpeed, accelerate, transformers and Megatron-LM releases, and other Pythons"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
 	@echo "make test-peers     DeepSpeed's own tests of checkpoints (SRC=path), with and without the hooks"
 	@echo "make test-corpora   the payloads of picklescan and fickling (SRC=path): each that acts is named"
@@ -148,7 +148,7 @@ gpu-wheels: venv
 
 test-versions: venv
 	$(BIN)/python tests/versions/run.py
-	$(BIN)/python tests/versions/run_accelerate.py
+	$(BIN)/python tests/versions/run_libraries.py
 	$(BIN)/python tests/versions/run_pythons.py
 	DS_RESHARD_EVERY_RELEASE=1 $(BIN)/python -m pytest tests/hosts/megatron
 

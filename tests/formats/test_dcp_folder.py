@@ -89,7 +89,7 @@ def saved(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder, state = str(tmp_path_factory.mktemp("dcp") / "step-2"), _state(request.param)
     moments = [_moments(state["optimizer"], name) for name in state["model"] if name.endswith(("weight", "bias"))]
     assert all(first.any() and second.any() and not torch.equal(first, second) for first, second in moments)
-    dcp.save(copy.deepcopy(state), checkpoint_id=folder, no_dist=True)
+    dcp.save(copy.deepcopy(state), checkpoint_id=folder)
     return folder, state
 
 
@@ -113,7 +113,7 @@ def test_torch_loads_the_folder_that_was_written_anew(saved: Any, tmp_path: Path
     convert(folder, str(tmp_path / "out"), to="dcp", dp=files)
     assert len(list((tmp_path / "out").glob("*.distcp"))) == files
     wanted = _emptied(state)
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "out"), no_dist=True)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "out"))
     assert _alike(wanted, state)
     assert diff(folder, str(tmp_path / "out")).equal and verify(str(tmp_path / "out"), deep=True).clean
 
@@ -121,7 +121,7 @@ def test_torch_loads_the_folder_that_was_written_anew(saved: Any, tmp_path: Path
 def test_weights_alone_are_a_folder_too(tmp_path: Path) -> None:
     """Without an optimizer accelerate's has one part; no more files than rows; to ZeRO it is refused."""
     state = {"model": Net().state_dict()}
-    dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save(state, checkpoint_id=str(tmp_path / "saved"))
     convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="accelerate", dp=20)
     assert len(list((tmp_path / "out" / "pytorch_model_fsdp_0").glob("*.distcp"))) == 13
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["ds_reshard.json", "pytorch_model_fsdp_0"]
@@ -135,7 +135,7 @@ def test_what_accelerate_keeps_beside_the_first_model_is_verified_and_named(save
     for number in range(2):
         for below, name in (("pytorch_model_fsdp", "model"), ("optimizer", "optimizer")):
             state = copy.deepcopy({name: saved[1][name]})
-            dcp.save(state, checkpoint_id=str(tmp_path / "state" / f"{below}_{number}"), no_dist=True)
+            dcp.save(state, checkpoint_id=str(tmp_path / "state" / f"{below}_{number}"))
     torch.save({"last_epoch": 7}, tmp_path / "state" / "scheduler.bin")
     folder, said = str(tmp_path / "state"), "left out, as nothing here reads them: "
     assert verify(folder, deep=True).clean
@@ -153,7 +153,7 @@ def test_it_goes_to_accelerates_folders(saved: Any, tmp_path: Path) -> None:
     convert(folder, str(tmp_path / "out"), to="accelerate", dp=2)
     for below, name in (("pytorch_model_fsdp_0", "model"), ("optimizer_0", "optimizer")):
         wanted = {name: _emptied(state[name])}
-        dcp.load(wanted, checkpoint_id=str(tmp_path / "out" / below), no_dist=True)
+        dcp.load(wanted, checkpoint_id=str(tmp_path / "out" / below))
         assert _alike(wanted[name], state[name])
     assert diff(folder, str(tmp_path / "out")).equal
 
@@ -175,7 +175,7 @@ def test_it_goes_to_deepspeed_and_back(saved: Any, tmp_path: Path, to: str) -> N
     assert sorted(held["buffer_names"]) == ["norm.num_batches_tracked", "norm.running_mean", "norm.running_var"]
     convert(str(tmp_path / "out"), str(tmp_path / "back"), to="dcp", dp=2)
     wanted = _emptied(state)
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "back"), no_dist=True)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "back"))
     assert _alike(wanted["model"], state["model"]) and _alike(wanted["optimizer"], state["optimizer"])
 
 
@@ -190,12 +190,12 @@ def test_hyper_parameters_that_are_tensors_come_back(tmp_path: Path, flat: bool)
     optimizer.step()
     weights, states = get_state_dict(net, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
     saved, anew = str(tmp_path / "saved"), str(tmp_path / "anew")
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=saved, no_dist=True)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=saved)
     convert(saved, anew, to="dcp", dp=2)
     assert verify(saved, deep=True).clean and diff(saved, anew).equal
     for folder in (saved, anew):
         wanted = {"optimizer": _emptied(states)}
-        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder))
         assert _alike(wanted["optimizer"], states)
 
 
@@ -269,7 +269,7 @@ def test_two_optimizers_of_parameters_of_one_name_are_refused(tmp_path: Path, ma
         optimizer.step()
         options = StateDictOptions(flatten_optimizer_state_dict=flat)
         state[f"{name} model"], state[name] = get_state_dict(model, optimizer, options=options)
-    dcp.save(state, checkpoint_id=str(tmp_path / "gan"), no_dist=True)
+    dcp.save(state, checkpoint_id=str(tmp_path / "gan"))
     with pytest.raises(ds_reshard.UnsupportedLayout, match=told):
         convert(str(tmp_path / "gan"), str(tmp_path / "out"), to="dcp", dp=1)
 
@@ -285,7 +285,7 @@ def test_a_module_called_state_has_weights(tmp_path: Path, name: str, flat: bool
     options = StateDictOptions(flatten_optimizer_state_dict=bool(flat))
     weights, states = get_state_dict(model, optimizer, options=options)
     state = {**({name: weights} if name else weights), **({"optimizer": states} if flat is not None else {})}
-    dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save(state, checkpoint_id=str(tmp_path / "saved"))
     convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="safetensors")
     held = load_file(tmp_path / "out" / "model.safetensors")
     below = f"{name}." if name not in ("", "model") else ""
@@ -304,12 +304,12 @@ def test_a_model_of_another_name_is_found_by_its_optimizer(tmp_path: Path, top: 
     )
     average = {name: value * 2 for name, value in weights.items() if name == "embed.weight"}
     saved, usual = (str(tmp_path / name) for name in ("saved", "usual"))
-    dcp.save({**model, "average": average}, checkpoint_id=saved, no_dist=True)
-    dcp.save({"model": weights, "optimizer": states, "average": average}, checkpoint_id=usual, no_dist=True)
+    dcp.save({**model, "average": average}, checkpoint_id=saved)
+    dcp.save({"model": weights, "optimizer": states, "average": average}, checkpoint_id=usual)
     assert diff(saved, usual).equal and verify(saved).clean
     name, optimizer = {"app": ("app.model", "app.optim"), "net": ("net", "opt")}[top]
     wanted = {f"{name}.{key}": torch.full_like(value, 7) for key, value in weights.items()}
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(saved, model=name, optimizer=optimizer), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(saved, model=name, optimizer=optimizer))
     assert _alike(wanted, {f"{name}.{key}": value for key, value in weights.items()})
     told = [convert(one, f"{one}.{to}", to=to, dp=1 if to != "pytorch" else None) for one in (saved, usual)]
     assert diff(f"{saved}.{to}", f"{usual}.{to}").equal and told[0].notes == told[1].notes
@@ -336,7 +336,7 @@ def test_a_tensor_that_does_not_lie_row_major_is_no_damage(tmp_path: Path) -> No
     folder = str(tmp_path / "step-2")
     state = {"model": torch.nn.Conv2d(3, 2, 3).to(memory_format=torch.channels_last).state_dict()}
     assert not state["model"]["weight"].is_contiguous()
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    dcp.save(state, checkpoint_id=folder)
     (fault,) = verify(folder).faults
     assert (fault.error, "weight: the chunk at [0, 0, 0, 0] does not lie row-major" in fault.what) == (
         "UnsupportedLayout",
@@ -373,14 +373,14 @@ def test_a_step_that_the_type_cannot_hold_is_refused_unless_it_may_be_cast(tmp_p
     steps = {"a": torch.tensor(2.5), "b": torch.tensor(float("nan"))}
     states = {name: {"step": step, "exp_avg": torch.ones(3)} for name, step in steps.items()}
     weights = {name: torch.zeros(3) for name in steps}
-    dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.save({"model": weights, "optimizer": {"state": states}}, checkpoint_id=str(tmp_path))
     wanted = {"optimizer": {"state": {"a": {"step": torch.tensor(0)}}}}
     with pytest.raises(CheckpointException, match="cast=True"):
-        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, cast=True), no_dist=True)
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path))
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, cast=True))
     assert wanted["optimizer"]["state"]["a"]["step"] == 2
     wanted = {"optimizer": {"state": {"b": {"step": torch.tensor(0.0)}}}}
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path))
     assert wanted["optimizer"]["state"]["b"]["step"].isnan()
 
 
@@ -401,10 +401,10 @@ def test_an_optimizer_that_numbers_its_parameters_gets_its_states(tmp_path: Path
     """`optimizer.state_dict()` as it is: given names for its numbers, torch would drop every state without a word."""
     net, optimizer = _numbered(groups, 1.0)
     state = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
-    dcp.save(copy.deepcopy(state), checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.save(copy.deepcopy(state), checkpoint_id=str(tmp_path))
     other, resumed = _numbered(groups, 7.0)
     wanted = {"model": other.state_dict(), "optimizer": resumed.state_dict()}
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path))
     assert _alike(wanted, state)
     resumed.load_state_dict(wanted["optimizer"])
     assert _alike(resumed.state_dict(), optimizer.state_dict())
@@ -413,11 +413,11 @@ def test_an_optimizer_that_numbers_its_parameters_gets_its_states(tmp_path: Path
 def test_an_optimizer_that_numbers_its_parameters_otherwise_is_refused(tmp_path: Path) -> None:
     """Of another number of groups, or of fewer parameters: a number says nothing but a position."""
     _, optimizer = _numbered(2, 1.0)
-    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.save({"optimizer": optimizer.state_dict()}, checkpoint_id=str(tmp_path))
     for members in ([0, 1, 2, 3], [0], [3, 2]):
         wanted = {"optimizer": {"param_groups": [{"lr": 7.0, "params": list(members)}]}}
         with pytest.raises(CheckpointException, match="have other numbers than those of the group that was saved"):
-            dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path), no_dist=True)
+            dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path))
         assert wanted["optimizer"]["param_groups"] == [{"lr": 7.0, "params": members}]
 
 
@@ -428,13 +428,13 @@ def test_a_state_that_is_a_plain_value_comes_back(tmp_path: Path, value: Any, fl
     states: dict[str, Any] = {"state": {"a": {"exp_avg": torch.ones(3), "kept": value}}}
     if flat:
         states = {"state.a.exp_avg": torch.ones(3), "state.a.kept": value}
-    dcp.save({"model": {"a": torch.ones(3)}, "optimizer": states}, checkpoint_id=str(tmp_path), no_dist=True)
+    dcp.save({"model": {"a": torch.ones(3)}, "optimizer": states}, checkpoint_id=str(tmp_path))
     for other in ("other", torch.tensor(7.0)):
         for reader in (dcp.FileSystemReader(tmp_path), ds_reshard.dcp.Reader(tmp_path)):
             wanted: Any = {"optimizer": {"state": {"a": {"exp_avg": torch.zeros(3), "kept": other}}}}
             if flat:
                 wanted = {"optimizer": {"state.a.exp_avg": torch.zeros(3), "state.a.kept": other}}
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            dcp.load(wanted, storage_reader=reader)
             held = wanted["optimizer"]["state.a.kept"] if flat else wanted["optimizer"]["state"]["a"]["kept"]
             assert held == value and (torch.is_tensor(held) or type(held) is type(value))
 
@@ -478,7 +478,7 @@ def test_nothing_in_a_folder_is_executed(saved: Any, tmp_path: Path, where: str)
     """Neither in `.metadata` nor in a .distcp file; torch's own pickle would."""
     folder, ran = tmp_path / "step-2", tmp_path / "ran"
     if where == "an object":
-        dcp.save({**copy.deepcopy(saved[1]), "own": Evil(ran)}, checkpoint_id=str(folder), no_dist=True)
+        dcp.save({**copy.deepcopy(saved[1]), "own": Evil(ran)}, checkpoint_id=str(folder))
     else:
         shutil.copytree(saved[0], folder)
         held = pickle.loads((folder / ".metadata").read_bytes())
@@ -495,11 +495,11 @@ def test_nothing_in_a_folder_is_executed(saved: Any, tmp_path: Path, where: str)
 def test_a_folder_without_paths_says_that_it_is_all_weights(tmp_path: Path) -> None:
     """A planner that does not flatten tells of no paths: keys may be anything."""
     kept = {"model.w": torch.ones(2), "optimizer.state.w.exp_avg": torch.zeros(2)}
-    dcp.save(kept, checkpoint_id=str(tmp_path), planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    dcp.save(kept, checkpoint_id=str(tmp_path), planner=DefaultSavePlanner(flatten_state_dict=False))
     with pytest.raises(ds_reshard.UnsupportedLayout, match="all of its tensors are taken for weights"):
         convert(str(tmp_path), str(tmp_path / "out"), to="dcp", dp=1)
     wanted = _emptied(kept)
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, model="", optimizer=""), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(tmp_path, model="", optimizer=""))
     assert _alike(wanted, kept)
 
 
@@ -525,7 +525,7 @@ def test_a_member_without_states_is_refused(tmp_path: Path) -> None:
     optimizer.step()
     weights, states = get_state_dict(net, optimizer)
     states["state"] = {name: kept for name, kept in states["state"].items() if not name.startswith("norm")}
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "saved"))
     with pytest.raises(ds_reshard.UnsupportedLayout, match="has no state") as raised:
         convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="zero1", dp=2)
     assert {fault.where for fault in raised.value.faults} == {"norm.weight", "norm.bias"}
@@ -548,14 +548,14 @@ def test_parts_of_the_optimizer_that_lie_deeper_are_refused(tmp_path: Path, part
     of = state["optimizer"]["param_groups"][1] if "betas" in part else state["optimizer"]["state"]["norm.bias"]
     of.update(part)
     folder = str(tmp_path / "saved")
-    dcp.save(copy.deepcopy(state), checkpoint_id=folder, no_dist=True)
+    dcp.save(copy.deepcopy(state), checkpoint_id=folder)
     for to in ("zero2", "universal"):
         with pytest.raises(ds_reshard.UnsupportedLayout, match="inside a dict or a list") as raised:
             convert(folder, str(tmp_path / to), to=to, dp=2 if to == "zero2" else None)
         assert f"optimizer.{what}" in {fault.where for fault in raised.value.faults}
     convert(folder, str(tmp_path / "dcp"), to="dcp", dp=2)
     wanted = _emptied(state)
-    dcp.load(wanted, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    dcp.load(wanted, checkpoint_id=str(tmp_path / "dcp"))
     assert _alike(wanted["optimizer"], state["optimizer"])
 
 
@@ -568,7 +568,7 @@ def test_the_reader_serves_nanotron(tmp_path: Path, name: str) -> None:
     truth = {f"model.{n}": tensor for n, tensor in best.items()}
     truth |= {f"optimizer.state.{n}.{kind}": t for (n, kind), t in held.items() if kind not in ("weight", "fp32")}
     wanted = _emptied(truth)
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder))
     assert _alike(wanted, truth)
 
 
@@ -582,7 +582,7 @@ def test_what_megatron_saves_as_torch_dcp_is_looked_at_and_not_resumed_from(tmp_
         "model": {"weight": weight},
         "optimizer": {"state": {0: {"exp_avg": torch.zeros(4, 2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
     }
-    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"), no_dist=True)
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"))
     folder, out = str(tmp_path / "folder"), str(tmp_path / "out")
     for told in (inspect(folder), verify(folder, deep=True)):
         assert told.faults == () and any("torch_dcp or fsdp_dtensor" in note for note in told.notes)

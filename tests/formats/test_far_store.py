@@ -118,10 +118,10 @@ def test_a_range_is_fetched_once_whoever_asks(shards: Path) -> None:
 def test_a_chunk_of_a_folder_of_torchs_costs_two_requests_and_its_bytes(tmp_path: Path) -> None:
     """Of torch's own: its archive is not parsed by six reads; what is fetched beside the tensors are their frames."""
     tensors = {f"layer{i}.weight": torch.full((64 + i, 1024), float(i)) for i in range(24)}
-    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"))
     far_store.begin()
     loaded = {name: torch.zeros_like(one) for name, one in tensors.items()}
-    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"), no_dist=True)
+    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"))
     assert all(torch.equal(loaded[name], one) for name, one in tensors.items())
     small = [one for one in Far.requests if one.kind == "range" and one.name.endswith(".distcp") and one.nbytes < 4096]
     assert len(small) <= 2 * len(tensors) + 2
@@ -133,10 +133,10 @@ def test_a_chunk_of_a_folder_of_torchs_costs_two_requests_and_its_bytes(tmp_path
 def test_a_small_chunk_is_read_at_once(tmp_path: Path) -> None:
     """Its bytes are among those that opening it has fetched, and are not fetched again."""
     tensors = {f"layer{i}.bias": torch.full((2000,), float(i)) for i in range(12)}
-    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save({"model": tensors}, checkpoint_id=str(tmp_path / "saved"))
     loaded = {name: torch.zeros_like(one) for name, one in tensors.items()}
     far_store.begin()
-    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"), no_dist=True)
+    dcp.load({"model": loaded}, storage_reader=Reader(f"far://{tmp_path}/saved"))
     assert all(torch.equal(loaded[name], one) for name, one in tensors.items())
     assert far_store.of_files()["__0_0.distcp"] <= len(tensors) + 2
 

@@ -36,7 +36,7 @@ def test_a_module_that_is_called_state_holds_weights(tmp_path: Path) -> None:
     stepped(model, optimizer)
     weights, states = get_state_dict(model, optimizer)
     assert "state.0.weight" in weights
-    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save({"model": weights, "optimizer": states}, checkpoint_id=str(tmp_path / "saved"))
     for to, size in (("safetensors", {}), ("pytorch", {}), ("dcp", {"dp": 2}), ("zero2", {"dp": 2})):
         convert(str(tmp_path / "saved"), str(tmp_path / to), to=to, options=ONE_THREAD, **size)
     for to in ("dcp", "zero2"):
@@ -58,7 +58,7 @@ def test_the_groups_of_two_optimizers_are_all_kept(tmp_path: Path, flat: bool) -
     state: dict[str, Any] = {"model": model.state_dict()}
     for name, optimizer in zip(("generator", "critic"), optimizers, strict=True):
         state[name] = get_state_dict(model, optimizer, options=options)[1]
-    dcp.save(state, checkpoint_id=str(tmp_path / "saved"), no_dist=True)
+    dcp.save(state, checkpoint_id=str(tmp_path / "saved"))
     convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="pytorch", options=ONE_THREAD)
     groups = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)["param_groups"]
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}

@@ -344,7 +344,7 @@ def test_what_is_refused_of_a_checkpoint_of_deepspeed(case: str, tmp_path: Path)
 
 
 def test_a_folder_of_another_model_is_refused_by_name(tmp_path: Path) -> None:
-    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "saved", no_dist=True)
+    dcp.save({"model": {"weight": torch.ones(2)}}, checkpoint_id=tmp_path / "saved")
     like = str(write(Run(), tmp_path / "like"))
     with pytest.raises(UnsupportedLayout, match=r"(?s)holds no optimizer.*weight: is in the source and not in --like"):
         converted(tmp_path / "saved", tmp_path / "out", "nanotron", like=like)

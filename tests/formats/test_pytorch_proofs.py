@@ -122,7 +122,7 @@ def test_states_of_the_weights_names(kind: str, value: Any, tmp_path: Path) -> N
 def test_states_of_the_weights_names_in_torchs_folders(kind: str, flat: bool, tmp_path: Path) -> None:
     kept = {**states((4,)), kind: torch.full((4,), 7.0)}
     held = {f"state.a.{name}": value for name, value in kept.items()} if flat else {"state": {"a": kept}}
-    dcp.save({"model": {"a": torch.ones(4)}, "optimizer": held}, checkpoint_id=str(tmp_path / "s"), no_dist=True)
+    dcp.save({"model": {"a": torch.ones(4)}, "optimizer": held}, checkpoint_id=str(tmp_path / "s"))
     with pytest.raises(UnsupportedLayout, match=f"a.{kind} is an optimizer state of the name that a weight"):
         write(tmp_path / "s", tmp_path / "o", "safetensors")
 

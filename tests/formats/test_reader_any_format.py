@@ -41,7 +41,7 @@ def test_each_format_is_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> N
     model = {param.name: torch.zeros(param.shape, dtype=dtype) for param in MODEL}
     moments = {param.name: {"exp_avg": torch.zeros(param.shape)} for param in MODEL}
     state = {"model": model, "optimizer": {"state": moments}}
-    dcp.load(state, storage_reader=Reader(folder, cast=kind in CAST), planner=LoadPlanner(), no_dist=True)
+    dcp.load(state, storage_reader=Reader(folder, cast=kind in CAST), planner=LoadPlanner())
     wanted = "fp32" if dtype is torch.float32 else "weight"
     assert [p.name for p in MODEL if not torch.equal(model[p.name], held[p.name, wanted])] == []
     assert [p.name for p in MODEL if not torch.equal(moments[p.name]["exp_avg"], held[p.name, "exp_avg"])] == []

@@ -90,13 +90,13 @@ def test_plain_tensors_without_a_process_group(saves: Saves, stage: int) -> None
     wanted = _wanted(saved, torch.float32) | {key: torch.zeros_like(values) for key, values in moments.items()}
     shapes = {key: reader.read_metadata().state_dict_metadata[key].size for key in moments}
     wanted = {key: tensor.reshape(shapes.get(key, tensor.shape)) for key, tensor in wanted.items()}
-    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    dcp.load(wanted, storage_reader=reader)
     for key, tensor in wanted.items():
         assert same_bits(tensor.view(-1), moments[key] if key in moments else truth[key, "fp32"]), key
     assert reader.bytes_read == sum(4 * tensor.numel() for tensor in wanted.values())
     if stage == 1:
         halves = _wanted(saved, torch.bfloat16)
-        dcp.load(halves, storage_reader=ds_reshard.dcp.Reader(folder, model=""), no_dist=True)
+        dcp.load(halves, storage_reader=ds_reshard.dcp.Reader(folder, model=""))
         assert all(same_bits(tensor, saved[0]["weights"][name]) for name, tensor in halves.items())
 
 
@@ -108,7 +108,7 @@ def test_shards_by_columns(worlds: Any, saves: Saves, stage: int) -> None:
     for columns in worlds[2].run("dcp_jobs.columns", folder=str(folder)):
         assert {name for name, kind in truth if kind == "fp32"} == columns.keys()
         for name, tensor in columns.items():
-            assert same_bits(tensor.view(-1), truth[name, "fp32"]), name
+            assert same_bits(tensor.reshape(-1), truth[name, "fp32"]), name
 
 
 def test_each_rank_reads_its_own_bytes(worlds: Any, saves: Saves) -> None:
@@ -150,10 +150,10 @@ def test_groups_that_name_no_parameters_are_refused(saves: Saves, params: dict[s
     folder, _ = saves(Run(1, 2, "fp32"), Model(groups=2))
     wanted = {"optimizer": {"param_groups": [{"lr": 7.0, **params}]}}
     with pytest.raises(CheckpointException, match="does not name the parameters of its own"):
-        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder))
     assert wanted["optimizer"]["param_groups"] == [{"lr": 7.0, **params}]
     folder, _ = saves(Run(1, 2, "fp32"), Model())
-    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder), no_dist=True)
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder))
     assert wanted["optimizer"]["param_groups"][0]["lr"] != 7.0
 
 
@@ -173,12 +173,7 @@ def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
     wanted = {**_wanted(saved, torch.float32), "more": torch.full((3,), 7.0), "most": torch.full((2,), 7.0)}
     wanted["tiny"] = torch.zeros(4)
     with pytest.raises(CheckpointException) as raised:
-        dcp.load(
-            wanted,
-            storage_reader=ds_reshard.dcp.Reader(folder, model=""),
-            planner=ds_reshard.dcp.LoadPlanner(),
-            no_dist=True,
-        )
+        dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(folder, model=""), planner=ds_reshard.dcp.LoadPlanner())
     (error,) = raised.value.failures.values()
     found = error[0]
     assert isinstance(found, ds_reshard.ModelMismatch)
@@ -187,7 +182,6 @@ def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
     dcp.load(
         wanted,
         storage_reader=ds_reshard.dcp.Reader(folder, model=""),
-        no_dist=True,
         planner=ds_reshard.dcp.LoadPlanner(allow_partial_load=True),
     )
     assert wanted["more"].eq(7).all() and same_bits(wanted["tiny"], saved[0]["weights"]["tiny"])
@@ -235,7 +229,7 @@ def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_pa
     else:
         one, other = (str(tmp_path / name) for name in ("one", "other"))
         for folder in (one, other):
-            torch.distributed.checkpoint.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=folder, no_dist=True)
+            torch.distributed.checkpoint.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=folder)
     shutil.copytree(one, tmp_path / "copy")
     assert worlds[2].run("dcp_jobs.opened", folders=[one, str(tmp_path / "copy")]) == ["", ""]
     first, second = worlds[2].run("dcp_jobs.opened", folders=[one, other])
@@ -245,11 +239,11 @@ def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_pa
 def test_copies_of_two_saves_are_none_for_torch_either(worlds: Any, tmp_path: Path) -> None:
     """With the hooks on; a cut tensor would be put together of both."""
     nodes = [tmp_path / "node0", tmp_path / "node1"]
-    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[0] / "ckpt", no_dist=True)
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[0] / "ckpt")
     shutil.copytree(nodes[0], nodes[1])
     places = list(map(str, nodes))
     assert worlds[2].run("dcp_jobs.loaded_by_torch", nodes=places) == [("", [1.0] * 3)] * 2
-    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[1] / "ckpt", no_dist=True)
+    dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[1] / "ckpt")
     first, second = worlds[2].run("dcp_jobs.loaded_by_torch", nodes=places)
     assert first == second and first[1] == [0.0] * 3
     assert first[0].startswith("CheckpointDamaged") and "ckpt/.metadata: ranks see other files" in first[0]

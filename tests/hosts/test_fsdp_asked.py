@@ -73,7 +73,7 @@ def test_what_is_no_plain_tensor_is_told_and_not_refused(
     monkeypatch.setattr(dcp_saves.logger, "warning", lambda text, *given: told.append(text % given))
     try:
         with ds_reshard.install("fsdp", verify_after_save=True):
-            save({"odd": value, "plain": torch.ones(2)}, checkpoint_id=str(tmp_path), no_dist=True)
+            save({"odd": value, "plain": torch.ones(2)}, checkpoint_id=str(tmp_path))
     finally:
         ask_to_verify(False)
     assert told == ["verify_after_save: odd is no plain tensor: its file opens, and its values are not compared"]

@@ -38,6 +38,13 @@ def test_what_needs_no_torch_loads_none(tmp_path: Path) -> None:
         assert "torch" not in _modules_after(run), words
 
 
+def test_a_torch_that_is_too_old_for_the_reader_is_named() -> None:
+    """Up to 2.4 `torch.distributed.tensor` has no DTensor."""
+    old = "import torch.distributed.tensor as tensor; del tensor.DTensor; import ds_reshard.dcp"
+    done = subprocess.run([sys.executable, "-c", old], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode and "ImportError: ds_reshard.dcp needs torch 2.5 or later" in done.stderr
+
+
 def test_the_check_sees_a_framework() -> None:
     """The list of modules that the test above reads does hold a framework that was imported."""
     assert "numpy" in _modules_after("import numpy")

@@ -1,4 +1,4 @@
-"""A folder for each release of a framework: installed without its dependencies, to come first on the path."""
+"""A folder for each release of a framework, to come first on the path."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ class NotRun(Exception):
     """Why a release, or its cells, could not be run."""
 
 
-def home(distribution: str, release: str, name: str) -> Path:
-    """Where the release is installed, under `name`; installs it once. Raises NotRun where pip cannot."""
+def home(distribution: str, release: str, name: str, *, with_needed: bool = False) -> Path:
+    """Where the release is installed, under `name`; installs it once. Raises NotRun where pip cannot.
+
+    Alone, or with what it needs.
+    """
     place = HOMES / name
     if place.is_dir():
         return place
@@ -32,7 +35,7 @@ def home(distribution: str, release: str, name: str) -> Path:
         "--quiet",
         "--disable-pip-version-check",
         "--no-input",
-        "--no-deps",
+        *(() if with_needed else ("--no-deps",)),
         "--no-build-isolation",
         "--target",
         str(fresh),

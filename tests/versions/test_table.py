@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 from table import PAGE, block, read_results, render
 
+from ds_reshard.hooks import HostHooks
 from ds_reshard.hosts.accelerate import HOOKS as ACCELERATE
 from ds_reshard.hosts.deepspeed import HOOKS
+from ds_reshard.hosts.fsdp import HOOKS as FSDP
+from ds_reshard.hosts.torch import HOOKS as TORCH
+from ds_reshard.hosts.transformers import HOOKS as TRANSFORMERS
 
 
 def test_the_support_table_is_what_the_results_render_to() -> None:
@@ -32,10 +36,12 @@ def test_every_release_of_the_table_is_one_that_the_patches_accept() -> None:
     assert outside == []
 
 
-def test_the_tested_releases_of_accelerate_are_those_that_passed() -> None:
-    """What the hooks call tested is what `make test-versions` ran, all of it without a failure."""
-    results = json.loads(Path(__file__).with_name("accelerate.json").read_text(encoding="utf-8"))
-    assert tuple(r["accelerate"] for r in results if r["passed"] and not r["failed"]) == ACCELERATE.tested
+@pytest.mark.parametrize("hooks", [ACCELERATE, TRANSFORMERS, FSDP, TORCH], ids=lambda hooks: hooks.host)
+def test_the_tested_releases_of_a_library_are_those_that_passed(hooks: HostHooks) -> None:
+    """What the hooks call tested is what tests/versions/run_libraries.py ran, all of it without a failure."""
+    results = json.loads(Path(__file__).with_name("libraries.json").read_text(encoding="utf-8"))
+    ran = results[hooks.distribution]
+    assert tuple(r["release"] for r in ran if r["passed"] and not r["failed"]) == hooks.tested
 
 
 def test_the_tested_releases_of_deepspeed_are_those_that_passed() -> None:

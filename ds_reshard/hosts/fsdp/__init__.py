@@ -148,7 +148,7 @@ def _folder_of(call: Call) -> str | None:
 HOOKS = HostHooks(
     host="fsdp",
     distribution="torch",
-    versions=">=2.4,<2.15",
+    versions=">=2.5,<2.15",
     tested=("2.13.0", "2.14.1"),
     resumes=False,
     patches=(
