@@ -244,6 +244,14 @@ def load(
     }
 
 
+@alone
+def load_net(**asked: Any) -> dict[str, Any]:
+    """`jobs.load`, of a run for which DeepSpeed keeps groups of ranks."""
+    import jobs
+
+    return jobs.load(**asked)
+
+
 def _wholes(engine: Any) -> dict[int, torch.Tensor]:
     """What Muon keeps a momentum of, by the flat buffers of its groups: below stage 3 whole parameters."""
     optimizer = engine.optimizer

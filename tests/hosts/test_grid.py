@@ -12,8 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Model, Run
+from gathered import assert_same
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, numbers
+from saves import Saves
 
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged
@@ -335,6 +338,17 @@ def test_what_leaves_the_files_as_they_are_loads_as_any_other(
 ) -> None:
     for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source))):
         assert (rank["wrong"], rank["steps"], rank["note"]) == ({}, [1.0], 7)
+
+
+@pytest.mark.parametrize("saved", [2, 4])
+def test_the_second_copies_of_hpz_are_those_of_the_checkpoint(worlds: Any, saves: Saves, saved: int) -> None:
+    """Forward gathers what is frozen of them; DeepSpeed's own load leaves them as they were built."""
+    model = Model(frozen=True)
+    folder, truth = saves(Run(3, saved, "fp32"), model)
+    run = Run(3, 4, "fp32", {"zero_hpz_partition_size": 2})
+    loaded = worlds[4].run("grid_jobs.load_net", run=run, model=model, folder=str(folder), more=2)
+    assert_same(truth, loaded)
+    assert loaded[0]["later"] == pytest.approx(truth[0]["later"], rel=1e-5)
 
 
 def test_steps_that_are_numbers_are_those_of_tensors(worlds: Any, folders: Folders, tmp_path: Path) -> None:

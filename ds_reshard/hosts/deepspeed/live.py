@@ -300,10 +300,22 @@ def _torch(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> 
 def event(engine: DeepSpeedEngine, when: str) -> None:
     """ZeRO-3's own work around a load: partition all parameters before, gather the persistent ones after."""
     optimizer = engine.optimizer
+    if when == "epilogue":
+        forget_second_copies(engine)
     if optimizer is not None and hasattr(optimizer, f"checkpoint_event_{when}"):
         getattr(optimizer, f"checkpoint_event_{when}")()
         if when == "epilogue":
             _complete_gathers(optimizer.dp_process_group)
+
+
+def forget_second_copies(engine: DeepSpeedEngine) -> None:
+    """Let hpZ make its second copies anew, of which forward gathers: those of what is frozen are older than the load.
+
+    DeepSpeed forgets those of trained parameters alone (`invalidate_secondary_tensor`, runtime/zero/stage3.py, 0.19.8).
+    """
+    for param in engine.module.parameters():
+        if getattr(param, "ds_secondary_tensor", None) is not None:
+            param.ds_secondary_tensor = None
 
 
 def _complete_gathers(group: dist.ProcessGroup) -> None:

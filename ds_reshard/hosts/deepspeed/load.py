@@ -52,6 +52,7 @@ from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
     live_kind,
+    forget_second_copies,
     live_optimizer,
     refuse_use,
     restore_use,
@@ -500,6 +501,7 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
     """Read the checkpoint into this engine, whatever layout either has, and apply the resume policy. Collective."""
     folder, steps = prepared.checkpoint.listing.folder, Steps()
     started = time.perf_counter()
+    forget_second_copies(engine)
     refuse_use(engine, f"a load of {folder} did not finish")
     event(engine, "prologue")
     moved = move(engine, prepared, resume.request, settings, steps)
