@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import jobs
 import torch
@@ -97,11 +99,16 @@ def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
         if not kind.startswith("fused"):
             config["bf16"]["bf16_master_weights_and_grads"] = kind == "cpu"
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        if kind == "cpu, in part":
+            config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.5
+            config["zero_optimization"]["sub_group_size"] = 64
         config["optimizer"] = {
             "type": "Lion" if "lion" in kind else "AdamW",
             "params": {"lr": 0.01, "weight_decay": 0.0},
         }
-        return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
+        named = {"_name": "cpu:0"} if kind == "cpu, in part" else {}  # what is not "cpu" is the device, to DeepSpeed
+        with mock.patch.multiple(deepspeed.accelerator.get_accelerator(), **named) if named else nullcontext():
+            return deepspeed.initialize(model=net, config=config, model_parameters=net.parameters())[0]
     from transformers.optimization import Adafactor
 
     maker = {"needy": Needy, "adamw": torch.optim.AdamW, "adam": torch.optim.Adam}

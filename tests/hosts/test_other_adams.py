@@ -29,6 +29,14 @@ def test_moments_are_not_rounded_where_the_masters_become_16_bit(worlds: Any, tm
         assert (told["same"], told["types"]) == ([True, True], ["torch.float32"])
 
 
+@pytest.mark.parametrize("saved", [("cpu, fp32 masters", 2), ("cpu, in part", 3)], ids=str)
+def test_moments_that_stay_on_the_device_are_refused(worlds: Any, tmp_path: Path, saved: tuple[str, int]) -> None:
+    """An offload with a ratio keeps them in a second optimizer, which DeepSpeed's own load leaves as it was built."""
+    given = {"saved": saved, "loaded": ("cpu, in part", 3), "folder": str(tmp_path), "steps": 3}
+    for told in worlds[2].run("adam_jobs.load", **given):
+        assert told["error"] == "UnsupportedLayout" and "offload_optimizer.ratio" in told["text"], told
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_group_keeps_what_this_runs_optimizer_needs(worlds: Any, tmp_path: Path, stage: int) -> None:
     """FusedAdam reads bias_correction from its groups, and those of torch's AdamW have none; also where nothing else

@@ -213,14 +213,14 @@ def _wrapper(
     orders = [{name: param for name, param in group.items() if param.requires_grad} for group in model.order if group]
     shares = [spot.experts if any(map(expert_of, group)) else place for group in orders]
     offload = getattr(zero.offload_optimizer, "device", None)
-    nvme = "nvme" in (str(offload), str(getattr(offload, "value", "")))
+    device = str(getattr(offload, "value", offload))
     made: dict[str, object] = {
         "clip_grad": ds.gradient_clipping,
         "compute_grad_norm": bool(getattr(zero, "compute_grad_norm", True)),
         "dp_process_group": place,
         "real_dp_process_group": shares,
         "zenflow": section(config, "zero_optimization").get("zenflow") is not None,
-        "swap_optimizer": kind.stage == 3 and nvme,
+        "swap_optimizer": kind.stage == 3 and device == "nvme",
     }
     flats: list[list[torch.Tensor]] = [[] for _ in orders]
     if kind.name == "torch":
@@ -237,6 +237,8 @@ def _wrapper(
         made["fp16_partitioned_groups_flat"] = [_flat(size, kind.dtype or torch.float32) for size in sizes]
         made["fp16_groups"] = [[orders[g][name] for name in part] for g, part in subs]
         made["sub_group_to_group_id"] = {number: g for number, (g, _) in enumerate(subs)}
+        there = int((1 - getattr(zero.offload_optimizer, "ratio", 1.0)) * len(subs)) if device == "cpu" else 0
+        made["subgroup_to_device"] = {number: "device" if number < there else "cpu" for number in range(len(subs))}
         for (g, _), flat in zip(subs, masters, strict=True):
             flats[g].append(flat)
     elif kind.name in ("zero", "bf16"):

@@ -416,6 +416,7 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
                 "was trained by an optimizer of another kind: its states are others",
                 f"{', '.join(sorted(own)) or 'none'}, as {type(inner).__name__} has them",
+    yield from _twin_faults(engine.optimizer)
                 ", ".join(sorted(saved)) or "none",
                 mend="build the optimizer that was saved, or pass load_optimizer_states=False",
             )
@@ -439,6 +440,22 @@ def group_faults(optimizer: object, groups: Mapping[int, Mapping[str, object]]) 
     """
     known = getattr(optimizer, "defaults", {})
     decoupled = True if isinstance(optimizer, torch.optim.AdamW) else getattr(optimizer, "adam_w_mode", None)
+def _twin_faults(optimizer: object) -> Iterator[Fault]:
+    """States that an offload with a `ratio` keeps on the device, which DeepSpeed neither saves nor loads.
+
+    (`backup_optimizer`; `_rigid_state_dict` asks the other one alone; runtime/zero/stage3.py, 0.19.8).
+    """
+    places: Mapping[int, str] = getattr(optimizer, "subgroup_to_device", {})
+    apart = sum(place != "cpu" for place in places.values())
+    if apart:
+        what = (
+            "keeps moments of sub-groups on the device, which DeepSpeed neither saves nor loads: they would begin anew"
+        )
+        mend = 'set "ratio": 1.0, or pass load_optimizer_states=False'
+        where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {len(places)} sub-groups there"
+        yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
+
+
     for number, saved in groups.items():
         differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
         differ = [name for name in differ if name not in known]
