@@ -51,8 +51,8 @@ from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, liv
 from ds_reshard.hosts.deepspeed.live import (
     LiveOptimizer,
     event,
-    live_kind,
     forget_second_copies,
+    live_kind,
     live_optimizer,
     refuse_use,
     restore_use,
@@ -492,6 +492,7 @@ def _by_deepspeed(engine: DeepSpeedEngine, call: Call, request: Request, tag: ob
         load_lr_scheduler_states=request.scheduler,
         load_module_only=request.module_only,
     )
+    forget_second_copies(engine)
     restore_use(engine)
     return result
 
@@ -501,7 +502,6 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
     """Read the checkpoint into this engine, whatever layout either has, and apply the resume policy. Collective."""
     folder, steps = prepared.checkpoint.listing.folder, Steps()
     started = time.perf_counter()
-    forget_second_copies(engine)
     refuse_use(engine, f"a load of {folder} did not finish")
     event(engine, "prologue")
     moved = move(engine, prepared, resume.request, settings, steps)

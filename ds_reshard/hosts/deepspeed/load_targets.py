@@ -400,6 +400,7 @@ def kept_states(
 def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
     inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    yield from _twin_faults(engine.optimizer)
     for number, buffer in enumerate(live.buffers):
         own, saved = _own_states(inner, buffer, live.groups[buffer.group]), frozenset(state_kinds(checkpoint, buffer))
         known = _known_states(type(inner), live.groups[buffer.group], buffer) if checkpoint.universal is None else None
@@ -416,12 +417,27 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
                 "was trained by an optimizer of another kind: its states are others",
                 f"{', '.join(sorted(own)) or 'none'}, as {type(inner).__name__} has them",
-    yield from _twin_faults(engine.optimizer)
                 ", ".join(sorted(saved)) or "none",
                 mend="build the optimizer that was saved, or pass load_optimizer_states=False",
             )
     yield from _universal_faults(inner, live, checkpoint)
     yield from _muon_faults(live, checkpoint)
+
+
+def _twin_faults(optimizer: object) -> Iterator[Fault]:
+    """States that an offload with a `ratio` keeps on the device, which DeepSpeed neither saves nor loads.
+
+    (`backup_optimizer`; `_rigid_state_dict` asks the other one alone; runtime/zero/stage3.py, 0.19.8).
+    """
+    places: Mapping[int, str] = getattr(optimizer, "subgroup_to_device", {})
+    apart = sum(place != "cpu" for place in places.values())
+    if apart:
+        what = (
+            "keeps moments of sub-groups on the device, which DeepSpeed neither saves nor loads: they would begin anew"
+        )
+        mend = 'set "ratio": 1.0, or pass load_optimizer_states=False'
+        where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {len(places)} sub-groups there"
+        yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
 
 
 def _before_first_step(checkpoint: ZeroCheckpoint) -> bool:
@@ -440,22 +456,6 @@ def group_faults(optimizer: object, groups: Mapping[int, Mapping[str, object]]) 
     """
     known = getattr(optimizer, "defaults", {})
     decoupled = True if isinstance(optimizer, torch.optim.AdamW) else getattr(optimizer, "adam_w_mode", None)
-def _twin_faults(optimizer: object) -> Iterator[Fault]:
-    """States that an offload with a `ratio` keeps on the device, which DeepSpeed neither saves nor loads.
-
-    (`backup_optimizer`; `_rigid_state_dict` asks the other one alone; runtime/zero/stage3.py, 0.19.8).
-    """
-    places: Mapping[int, str] = getattr(optimizer, "subgroup_to_device", {})
-    apart = sum(place != "cpu" for place in places.values())
-    if apart:
-        what = (
-            "keeps moments of sub-groups on the device, which DeepSpeed neither saves nor loads: they would begin anew"
-        )
-        mend = 'set "ratio": 1.0, or pass load_optimizer_states=False'
-        where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {len(places)} sub-groups there"
-        yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
-
-
     for number, saved in groups.items():
         differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
         differ = [name for name in differ if name not in known]
