@@ -6,12 +6,16 @@ The engines are real; the feature is switched on in them by hand (synthetic: non
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cases import Model, Run
 from gathered import assert_same
 from saves import Saves
+
+from ds_reshard.errors import UnsupportedLayout
+from ds_reshard.operations import convert
 
 pytestmark = pytest.mark.distributed
 
@@ -76,3 +80,41 @@ def test_a_run_without_norms_takes_over_no_clipping(worlds: Any, saves: Saves, t
         assert "compute_grad_norm" in told["text"] and "--override-optim-hparams clip_grad" in told["text"]
     run = replace(run, config={**run.config, "ds_reshard": {"resume": {"hyperparameters": ["clip_grad"]}}})
     assert_same(saved, worlds[target.dp].run("load", run=run, model=MODEL, folder=str(folder)))
+
+
+NONE_KEPT = {"stage3_param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "quantize"),
+    [
+        (True, Run(3, 2), False),
+        (True, Run(3, 3, options=NONE_KEPT), True),
+        (True, Run(1, 2), False),
+        (False, Run(3, 2, options=NONE_KEPT), True),
+        (False, Run(3, 3, options=NONE_KEPT), True),
+    ],
+    ids=str,
+)
+def test_quantized_weights_go_into_no_other_layout(
+    worlds: Any, saves: Saves, tmp_path: Path, saved: bool, run: Run, quantize: bool
+) -> None:
+    """`zero_quantized_nontrainable_weights`: DeepSpeed saves the numbers, and not the scale of each part."""
+    model, folder = Model(frozen=True), tmp_path / "ckpt"
+    if saved:
+        run_of_saved = Run(3, 2, options=NONE_KEPT)
+        worlds[2].run("refused_jobs.save_quantized", run=run_of_saved, model=model, folder=str(folder))
+    else:
+        folder, _ = saves(Run(3, 2), model)
+    given = {"run": run, "model": model, "folder": str(folder), "quantize": quantize}
+    told = worlds[run.dp].run("refused_jobs.load_quantized", **given)
+    assert len(set(told)) == 1 and "module entry tower.weight" in told[0] and "quantized" in told[0]
+
+
+@pytest.mark.parametrize("to", ["zero1", "zero3", "safetensors", "universal", "dcp"])
+def test_quantized_weights_are_not_converted(worlds: Any, tmp_path: Path, to: str) -> None:
+    given = {"run": Run(3, 2, options=NONE_KEPT), "model": Model(frozen=True), "folder": str(tmp_path / "ckpt")}
+    worlds[2].run("refused_jobs.save_quantized", **given)
+    dp = 1 if to in ("zero1", "zero3", "dcp") else None
+    with pytest.raises(UnsupportedLayout, match=r"tower\.weight: was saved quantized"):
+        convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to=to, dp=dp)

@@ -55,6 +55,20 @@ class ModelStates:
         names = self.trainable or self.module.keys() - self.buffer_names
         return any(self.module[name].dtype is ElementType.FLOAT16 for name in names if name in self.module)
 
+    @property
+    def quantized(self) -> frozenset[str]:
+        """Frozen parameters of which stage 3 saved what it holds, quantized, and not the scales that belong to it.
+
+        (`zero_quantized_nontrainable_weights`; `_get_param_fragment_func`, runtime/engine.py, 0.19.8.) The entry of the
+        module, which is empty, has the parameter's own type.
+        """
+        fragments = [(name, part.dtype) for name, part in self.frozen_fragments.items() if name in self.module]
+        return frozenset(name for name, dtype in fragments if dtype in _SMALL and self.module[name].dtype is not dtype)
+
+
+_SMALL = (ElementType.INT8, ElementType.UINT8)
+QUANTIZED = "was saved quantized, and the scales that belong to it are in no file"
+
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
     """A section of a config, empty where it is none."""

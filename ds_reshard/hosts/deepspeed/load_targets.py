@@ -14,7 +14,7 @@ from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, Unsuppor
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole, whole_members, whole_numel
-from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.hosts.deepspeed.divided import Share
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import MOMENTUM, FlatBuffer, LiveOptimizer
@@ -198,6 +198,9 @@ def _want_weight(wants: Wants, names: list[str], tensor: torch.Tensor, live: Liv
     cast and gathered (`from_masters`).
     """
     checkpoint = wants.checkpoint
+    if not checkpoint.model.quantized.isdisjoint(names):
+        wants.faults.append(_quantized(names[0], checkpoint))
+        return
     for name in names:
         if has(checkpoint, name, "weight"):
             _want_whole(wants, names[0], TensorKey(name=name, kind="weight"), tensor)
@@ -225,6 +228,19 @@ def _unread(name: str, what: str) -> Fault:
         "another kind of value, or a placeholder without one",
         mend="resume with the layout that was saved, where DeepSpeed loads it itself",
     )
+
+
+def kept_quantized(engine: DeepSpeedEngine) -> set[str]:
+    """Frozen parameters that stage 3 keeps quantized, each part with its scale."""
+    parts = {name: getattr(param, "ds_tensor", None) for param, name in engine.param_names.items()}
+    return {name for name, part in parts.items() if hasattr(part, "ds_quant_scale")}
+
+
+def _quantized(name: str, checkpoint: ZeroCheckpoint) -> Fault:
+    """Of a frozen weight that either side keeps quantized: a part is nothing without its scale."""
+    what = QUANTIZED if name in checkpoint.model.quantized else "is kept quantized in this run"
+    mend = "save with exclude_frozen_parameters=True, and load with load_module_strict=False"
+    return UnsupportedLayout.fault(f"module entry {name}", what, "a weight in its own type", mend=mend)
 
 
 def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor) -> None:
@@ -273,8 +289,11 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
         key = next((k for k in _weight_keys(name) if k in checkpoint.layout), None)
         if key is not None:
             part = param.ds_tensor
-            if not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(part.dtype):
-                wants.faults.append(_unread(name, "is kept quantized in this run"))
+            whole_numbers = not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(
+                part.dtype
+            )
+            if whole_numbers or hasattr(part, "ds_quant_scale") or name in checkpoint.model.quantized:
+                wants.faults.append(_quantized(name, checkpoint))
                 continue
             placement = sliced(
                 name,

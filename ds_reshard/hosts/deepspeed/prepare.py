@@ -48,6 +48,7 @@ from ds_reshard.hosts.deepspeed.load_targets import (
     Wants,
     entries_of,
     group_faults,
+    kept_quantized,
     state_faults,
     want_model,
     want_optimizer,
@@ -328,7 +329,7 @@ def same_layout(
     number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
     steps, it overlooks. Between fp16 and another precision it would take over how the loss was scaled.
     """
-    if checkpoint.foreign:
+    if checkpoint.foreign or kept_quantized(engine) != checkpoint.model.quantized:
         return False
     if live is not None and checkpoint.model.in_fp16 is not in_fp16(engine):
         return False
