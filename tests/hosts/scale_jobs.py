@@ -15,11 +15,12 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def _engine(stage: int, precision: str, dp: int, seed: int) -> Any:
+def _engine(stage: int, precision: str, dp: int, seed: int, settings: dict[str, Any] | None = None) -> Any:
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # torch can, on any CPU; DeepSpeed asks for fast units
-    return jobs.build(Run(stage, dp, dtype="none", config=_PRECISIONS[precision]), Model(), seed=seed)
+    config = {**_PRECISIONS[precision], "ds_reshard": settings or {}}
+    return jobs.build(Run(stage, dp, dtype="none", config=config), Model(), seed=seed)
 
 
 def _scaling(engine: Any) -> tuple[Any, ...]:
@@ -31,18 +32,27 @@ def _scaling(engine: Any) -> tuple[Any, ...]:
     return (config.cur_scale, config.dynamic_loss_scale) if config is not None else ()
 
 
-def load(saved: tuple[int, str], loaded: tuple[int, str], folder: str, ranks: int) -> dict[str, Any]:
-    """Save after four steps, which double a dynamic scale twice, and load at another stage or precision."""
+def _counted(engine: Any) -> list[object]:
+    """What a dynamic scale counts with."""
+    optimizer = engine.optimizer
+    scaler = getattr(optimizer, "loss_scaler", getattr(optimizer, "loss_scale_config", None))
+    return [getattr(scaler, name, None) for name in ("cur_iter", "last_overflow_iter", "scale_factor", "scale_window")]
+
+
+def load(
+    saved: tuple[int, str], loaded: tuple[int, str], folder: str, ranks: int, settings: dict[str, Any]
+) -> dict[str, Any]:
+    """Save after four steps, which double a dynamic scale, and load at another stage or precision."""
     import ds_reshard
 
     engine = _engine(*saved, ranks, seed=7)
     jobs.train(engine, 0, 4)
-    held, scale = jobs.contents(engine), _scaling(engine)
+    held, scale, counted = jobs.contents(engine), _scaling(engine), _counted(engine)
     engine.save_checkpoint(folder)
-    engine = _engine(*loaded, ranks, seed=99)
+    engine = _engine(*loaded, ranks, seed=99, settings=settings)
     own = _scaling(engine)
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
-    now = jobs.contents(engine), _scaling(engine)
+    now = jobs.contents(engine), _scaling(engine), _counted(engine)
     jobs.train(engine, 4, 1)
-    return {"saved": (held, scale), "own": own, "now": now}
+    return {"saved": (held, scale, counted), "own": own, "now": now}

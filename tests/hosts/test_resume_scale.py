@@ -46,13 +46,17 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
     assert type(optimizer.loss_scaler) is DynamicLossScaler
 
 
-def _loaded(worlds: Any, folder: Path, saved: tuple[int, str], loaded: tuple[int, str]) -> dict[str, Any]:
+def _loaded(
+    worlds: Any, folder: Path, saved: tuple[int, str], loaded: tuple[int, str], settings: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """What both sides say of the scale, where masters and moments are equal to the bit."""
-    told = worlds[2].run("scale_jobs.load", saved=saved, loaded=loaded, folder=str(folder), ranks=2)
+    given = {"saved": saved, "loaded": loaded, "folder": str(folder), "ranks": 2, "settings": settings or {}}
+    told = worlds[2].run("scale_jobs.load", **given)
     truth, now = (gathered([one[when][0] for one in told]) for when in ("saved", "now"))
     wrong = [key for key in truth if not same_bits(truth[key], now[key])]
     assert truth and not wrong
-    return {"saved": told[0]["saved"][1], "own": told[0]["own"], "now": told[0]["now"][1]}
+    counted = told[0]["saved"][2], told[0]["now"][2]
+    return {"saved": told[0]["saved"][1], "own": told[0]["own"], "now": told[0]["now"][1], "counted": counted}
 
 
 @pytest.mark.parametrize(
@@ -81,3 +85,26 @@ def test_another_precision_scales_as_this_run_says(
 def test_fp16_goes_on_with_the_scale_that_was_saved(worlds: Any, tmp_path: Path, loaded: tuple[int, str]) -> None:
     scales = _loaded(worlds, tmp_path, (2, "fp16"), loaded)
     assert scales["now"] == scales["saved"] != scales["own"]
+
+
+@pytest.mark.parametrize("kind", ["fp16", "fp16 static"])
+@pytest.mark.parametrize("stages", [(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)], ids=str)
+def test_between_stage_0_and_the_others_too(worlds: Any, tmp_path: Path, stages: tuple[int, int], kind: str) -> None:
+    """Stage 0 keeps it elsewhere: scale, count and last overflow, by which the next doubling comes in time."""
+    scales = _loaded(worlds, tmp_path, (stages[0], kind), (stages[1], kind))
+    assert scales["now"][0] == scales["saved"][0]
+    assert kind == "fp16 static" or scales["counted"][0] == scales["counted"][1]
+    assert (scales["own"][0] == scales["saved"][0]) is (kind == "fp16 static")
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (2, 0)], ids=str)
+def test_another_kind_of_scale_keeps_this_runs(worlds: Any, tmp_path: Path, stages: tuple[int, int]) -> None:
+    scales = _loaded(worlds, tmp_path, (stages[0], "fp16 static"), (stages[1], "fp16"))
+    assert scales["now"] == scales["own"]
+
+
+@pytest.mark.parametrize("stages", [(0, 2), (2, 0), (0, 0)], ids=str)
+def test_the_scale_of_this_run_where_it_is_asked_for(worlds: Any, tmp_path: Path, stages: tuple[int, int]) -> None:
+    own = {"resume": {"hyperparameters": ["loss_scale"]}}
+    scales = _loaded(worlds, tmp_path, (stages[0], "fp16"), (stages[1], "fp16"), own)
+    assert scales["now"] == scales["own"] and scales["now"][0] != scales["saved"][0]

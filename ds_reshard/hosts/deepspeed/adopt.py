@@ -141,7 +141,7 @@ def _adopt_partitioned(
 
 
 def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[str, object]) -> None:
-    """The wrapped torch optimizer takes its state; loss scale and clipping keep this run's values.
+    """The wrapped torch optimizer takes its state.
 
     A torch optimizer's groups list frozen parameters too, so indices are renumbered over all of them.
     """
@@ -163,5 +163,6 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
             at += 1
         groups.append({**hyper, "params": indices})
     inner.load_state_dict({"state": {numbers[n]: state for n, state in states.items()}, "param_groups": groups})
-    if "clip_grad" in values.extras and hasattr(optimizer, "clip_grad"):
-        optimizer.clip_grad = values.extras["clip_grad"]
+    for name in ("clip_grad", "loss_scale_config"):
+        if name in values.extras and hasattr(optimizer, name):
+            setattr(optimizer, name, values.extras[name])

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.live import live_kind
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
@@ -96,29 +99,63 @@ def in_fp16(engine: DeepSpeedEngine) -> bool:
     return any(param.dtype is torch.float16 for param in engine.module.parameters() if param.requires_grad)
 
 
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
+
+
+def scale_name(optimizer: object) -> str | None:
+    """The attribute that scales the loss: at stage 0 a config (`FP16_Optimizer`, runtime/fp16, 0.19.8)."""
+    names = ("loss_scaler", "loss_scale_config")
+    return next((name for name in names if getattr(optimizer, name, None) is not None), None)
+
+
 def loss_scaling(
-    engine: DeepSpeedEngine, entries: Mapping[str, object], settings: Settings, request: Request, *, fp16: bool
+    engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, settings: Settings, request: Request
 ) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
-    A loss scaler of another kind than this run's, or of another precision, is left alone, loudly; `fp16` is the saved
-    one. Every other precision has a static scaler too, of scale 1 (`CreateLossScaler`, runtime/fp16/loss_scaler.py).
+    A loss scaler of another kind than this run's, or of another precision, is left alone, loudly. Every other precision
+    has a static scaler too, of scale 1 (`CreateLossScaler`, runtime/fp16/loss_scaler.py). Between stage 0 and the
+    others this run's goes on with the numbers of the saved one.
     """
-    extras: dict[str, object] = {}
+    entries, fp16, extras = checkpoint.optimizer_entries, checkpoint.model.in_fp16, dict[str, object]()
     if "clip_grad" in entries and "clip_grad" not in request.replaced:
         extras["clip_grad"] = entries["clip_grad"]
-    live = getattr(engine.optimizer, "loss_scaler", None)
-    if live is not None and "loss_scaler" in entries:
+    name, of_stage0 = scale_name(engine.optimizer), checkpoint.model.entries.get("optimizer")
+    live = getattr(engine.optimizer, name) if name is not None else None
+    saved: object = None
+    if "loss_scaler" in entries:
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
-        if type(saved) is type(live) and fp16 is in_fp16(engine):
-            extras["loss_scaler"] = saved
-            extras["dynamic_loss_scale"] = entries.get("dynamic_loss_scale", False)
+    elif checkpoint.stage == 0 and fp16 and isinstance(of_stage0, Mapping) and "cur_scale" in of_stage0:
+        saved = SimpleNamespace(dynamic_loss_scale=of_stage0.get("dynamic_loss_scale"), **_counted(of_stage0.get))
+    if live is None or saved is None or (name != "loss_scaler" and not (fp16 and in_fp16(engine))):
+        return extras
+    alike = type(saved) is type(live)
+    if (alike or _dynamic(saved) is _dynamic(live)) and fp16 is in_fp16(engine):
+        made = saved if alike else copy.copy(live)
+        for key, value in _counted(lambda key: getattr(saved, key, None)).items():
+            if hasattr(made, key):
+                setattr(made, key, value)
+        extras[str(name)] = made
+        if name == "loss_scaler":
+            extras["dynamic_loss_scale"] = _dynamic(saved)
             extras["overflow"] = entries.get("overflow", False)
-        else:
-            kinds = [f"{type(one).__name__} of scale {getattr(one, 'cur_scale', '?')}" for one in (saved, live)]
-            what = "the checkpoint's loss scaler (%s) is not of this run's kind or precision (%s): this run's is kept"
-            logger.warning(what, *kinds)
+    else:
+        kinds = [
+            f"{'dynamic' if _dynamic(one) else 'static'}, {getattr(one, 'cur_scale', '?')}" for one in (saved, live)
+        ]
+        what = "the checkpoint's loss scale (%s) is not of this run's kind or precision (%s): this run's is kept"
+        logger.warning(what, *kinds)
     return extras
+
+
+def _counted(get: Callable[[str], object]) -> dict[str, object]:
+    """What there is of a saved loss scale; a static one has no more than the scale."""
+    return {name: value for name in _SCALE if (value := get(name)) is not None}
+
+
+def _dynamic(scaler: object) -> bool:
+    return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
 
 
 def clipping_faults(engine: DeepSpeedEngine, entries: Mapping[str, object], replaced: frozenset[str]) -> list[Fault]:

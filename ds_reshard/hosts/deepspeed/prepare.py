@@ -291,7 +291,7 @@ def _optimizer_values(
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
     entries = checkpoint.optimizer_entries
     faults += clipping_faults(engine, entries, request.replaced)
-    extras = loss_scaling(engine, entries, settings, request, fp16=checkpoint.model.in_fp16)
+    extras = loss_scaling(engine, checkpoint, settings, request)
     step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 

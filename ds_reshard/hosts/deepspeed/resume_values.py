@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.hooks.installation import REGISTRY
-from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.operations.ranks import attempt, rank
@@ -95,7 +95,7 @@ def own_values(engine: DeepSpeedEngine) -> Own:
                 for group in live_groups(engine)
             ),
             clip_grad=getattr(engine.optimizer, "clip_grad", None),
-            loss_scaler=copy.deepcopy(getattr(engine.optimizer, "loss_scaler", None)),
+            loss_scaler=copy.deepcopy(getattr(engine.optimizer, scale_name(engine.optimizer) or "loss_scaler", None)),
             scheduler=beginning_of(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
             sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
@@ -152,7 +152,7 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
     if policy.takes("clip_grad"):
         engine.optimizer.clip_grad = own.clip_grad if own.clip_grad is not None else engine.gradient_clipping()
     if policy.takes("loss_scale"):
-        engine.optimizer.loss_scaler = copy.deepcopy(own.loss_scaler)
+        setattr(engine.optimizer, scale_name(engine.optimizer) or "loss_scaler", copy.deepcopy(own.loss_scaler))
     if not policy.keeps_iteration:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
     sampler = _sampler(engine)
