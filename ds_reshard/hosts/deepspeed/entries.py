@@ -130,16 +130,14 @@ def loss_scaling(
         saved = SimpleNamespace(dynamic_loss_scale=of_stage0.get("dynamic_loss_scale"), **_counted(of_stage0.get))
     if live is None or saved is None or (name != "loss_scaler" and not (fp16 and in_fp16(engine))):
         return extras
-    alike = type(saved) is type(live)
-    if (alike or _dynamic(saved) is _dynamic(live)) and fp16 is in_fp16(engine):
-        made = saved if alike else copy.copy(live)
+    if type(saved) is type(live) and fp16 is in_fp16(engine):
+        extras |= {"loss_scaler": saved, "dynamic_loss_scale": _dynamic(saved)}
+        extras["overflow"] = entries.get("overflow", False)
+    elif fp16 and in_fp16(engine) and _dynamic(saved) is _dynamic(live):
+        extras[str(name)] = made = copy.copy(live)
         for key, value in _counted(lambda key: getattr(saved, key, None)).items():
             if hasattr(made, key):
                 setattr(made, key, value)
-        extras[str(name)] = made
-        if name == "loss_scaler":
-            extras["dynamic_loss_scale"] = _dynamic(saved)
-            extras["overflow"] = entries.get("overflow", False)
     else:
         kinds = [
             f"{'dynamic' if _dynamic(one) else 'static'}, {getattr(one, 'cur_scale', '?')}" for one in (saved, live)

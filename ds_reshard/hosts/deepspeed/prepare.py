@@ -329,7 +329,9 @@ def same_layout(
     number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
     steps, it overlooks. Between fp16 and another precision it would take over how the loss was scaled.
     """
-    if checkpoint.foreign or kept_quantized(engine) != checkpoint.model.quantized:
+    if checkpoint.foreign:
+        return False
+    if kept_quantized(engine) != checkpoint.model.quantized:
         return False
     if live is not None and checkpoint.model.in_fp16 is not in_fp16(engine):
         return False
