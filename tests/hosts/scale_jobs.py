@@ -56,3 +56,26 @@ def load(
     now = jobs.contents(engine), _scaling(engine), _counted(engine)
     jobs.train(engine, 4, 1)
     return {"saved": (held, scale, counted), "own": own, "now": now}
+
+
+def save(saved: tuple[int, str], folder: str, ranks: int) -> None:
+    engine = _engine(*saved, ranks, seed=7)
+    jobs.train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+
+
+def load_hooked(**asked: Any) -> tuple[Any, Any]:
+    import ds_reshard
+
+    with ds_reshard.install("deepspeed"):
+        return load_alone(**asked)
+
+
+def load_alone(loaded: tuple[int, str], folder: str, ranks: int) -> tuple[Any, Any]:
+    """What scales the loss before and after a load."""
+    engine = _engine(*loaded, ranks, seed=99)
+    own = _scaling(engine)
+    engine.load_checkpoint(folder)
+    now = _scaling(engine)
+    jobs.train(engine, 2, 1)
+    return own, now

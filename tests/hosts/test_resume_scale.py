@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from gathered import gathered, same_bits
 
+from ds_reshard.operations import convert
+
 pytestmark = pytest.mark.distributed
 
 
@@ -108,3 +110,18 @@ def test_the_scale_of_this_run_where_it_is_asked_for(worlds: Any, tmp_path: Path
     own = {"resume": {"hyperparameters": ["loss_scale"]}}
     scales = _loaded(worlds, tmp_path, (stages[0], "fp16"), (stages[1], "fp16"), own)
     assert scales["now"] == scales["own"] and scales["now"][0] != scales["saved"][0]
+
+
+@pytest.mark.parametrize("through", ["dcp", "pytorch"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_what_tells_no_scale_is_converted_into_none(worlds: Any, tmp_path: Path, stage: int, through: str) -> None:
+    """DeepSpeed took over a scale of 1, and fp16 went on unscaled; stage 3 stops without one, and a note says so."""
+    first, other, last = (str(tmp_path / name) for name in ("first", "other", "last"))
+    worlds[2].run("scale_jobs.save", saved=(2, "fp16"), folder=first, ranks=2)
+    convert(first, other, to=through, dp=1 if through == "dcp" else None)
+    notes = convert(other, last, to=f"zero{stage}", dp=2).notes
+    assert any("goes on unscaled" in note for note in notes) is (stage == 3)
+    for own, now in worlds[2].run("scale_jobs.load_alone", loaded=(stage, "fp16"), folder=last, ranks=2):
+        assert now == (own if stage < 3 else (1.0, "LossScaler", False))
+    for told in worlds[2].run("scale_jobs.load_hooked", loaded=(stage, "fp16"), folder=last, ranks=2):
+        assert told[0] == told[1]

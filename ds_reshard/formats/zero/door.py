@@ -364,7 +364,13 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         target,
         folder=content.tag,
         pointers=pointers,
-        notes=(*target.notes, *([_ONE_STAGE] if stages else ()), *_frozen(zero, asked), *_said(content)),
+        notes=(
+            *target.notes,
+            *([_ONE_STAGE] if stages else ()),
+            *_frozen(zero, asked),
+            *_unscaled(zero, asked),
+            *_said(content),
+        ),
     )
 
 
@@ -391,6 +397,16 @@ def _in_order_of(zero: ZeroCheckpoint, shown: ZeroCheckpoint | None) -> ZeroChec
 
 
 _ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
+
+
+def _unscaled(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:
+    """What stage 3, which takes over any loss scale that it finds, and stops without one, does to a run in fp16."""
+    known = "loss_scaler" in checkpoint.optimizer_entries or checkpoint.model.in_bf16
+    if asked.to == "zero3" and not known:
+        yield (
+            "no loss scale was saved, and 1 is written: a run in fp16 at stage 3 goes on unscaled where DeepSpeed "
+            "alone loads it. --to zero2, or import ds_reshard.auto in the run, keeps the run's own"
+        )
 
 
 def _frozen(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:

@@ -52,8 +52,17 @@ class ModelStates:
     @property
     def in_fp16(self) -> bool:
         """Whether the saved run trained in fp16, and so scaled its loss."""
+        return ElementType.FLOAT16 in self._types
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether the saved run trained in bf16, and so did not."""
+        return self._types == {ElementType.BFLOAT16}
+
+    @property
+    def _types(self) -> set[ElementType]:
         names = self.trainable or self.module.keys() - self.buffer_names
-        return any(self.module[name].dtype is ElementType.FLOAT16 for name in names if name in self.module)
+        return {self.module[name].dtype for name in names if name in self.module}
 
     @property
     def quantized(self) -> frozenset[str]:

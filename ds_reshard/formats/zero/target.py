@@ -195,7 +195,7 @@ class OptimizerTarget:
         return found
 
     def _zero3(self) -> dict[str, object]:
-        kept = kept_entries(self.checkpoint)
+        kept = {**_no_scale(), **kept_entries(self.checkpoint)}
         return {
             "zero_stage": ObjectRecord(callable=_STAGE, args=(3,)),
             **{key: kept[key] for key in _KEPT if key in kept},  # stage 3 passes over clip_grad, and keeps its own
@@ -211,14 +211,19 @@ def data_first(checkpoint: ZeroCheckpoint) -> bool:
 
 
 def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
-    """Loss scale and clipping of the saving run; where a wrapper saves none, what it then uses: a scale of 1.
+    """Loss scale and clipping of the saving run; of bf16, where a wrapper saves none, what it then uses: a scale of 1.
 
-    Without `clip_grad` in the file DeepSpeed keeps the coming run's.
+    Of another precision DeepSpeed keeps the coming run's where the file has none, and so it does `clip_grad`.
     """
     entries = checkpoint.optimizer_entries
-    scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
-    usual: dict[str, object] = {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+    usual = _no_scale() if checkpoint.model.in_bf16 else {}
     return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}
+
+
+def _no_scale() -> dict[str, object]:
+    """What stage 3 wants where no loss scale was saved (`_rigid_load_state_dict`, runtime/zero/stage3.py, 0.19.8)."""
+    scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
 
 
 def _scalar(buffer: str, value: Scalar) -> object:
