@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial, reduce
 from hashlib import blake2b
 from operator import xor
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.errors import (
@@ -26,11 +26,13 @@ from ds_reshard.errors import (
 from ds_reshard.execution.checksums import SEEN_BY_ALL, PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.operations.watching import phase
+from ds_reshard.version import VERSION
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
+_ONE_VERSION = "install the same version of ds_reshard on every node, and start again"
 
 
 class Place(NamedTuple):
@@ -90,39 +92,60 @@ def answered() -> Iterator[None]:
     """Around a collective: what the backend says where a rank has ended or does not answer, as RankLost.
 
     Gloo raises RuntimeError, at once where a connection was closed and else after the group's timeout; NCCL ends the
-    process after it.
+    process after it. What is told cannot be unpickled where its class is in another version alone: a ConfigError.
     """
     try:
         yield
+    except (AttributeError, ImportError) as error:
+        what, found = "does not know what another rank tells, as another version of ds_reshard would", str(error)[:200]
+        raise ConfigError.of(f"rank {rank()}", what, found=found, mend=_ONE_VERSION) from error
     except RuntimeError as error:
         what = "a rank has ended, or has not answered within timeout_s, or the timeout of init_process_group"
-        mend = "see which rank's log ended first, and why, and start again"
+        mend = "see which rank's log ended first, and why, or runs without ds_reshard, and start again"
         raise RankLost.of(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend) from error
 
 
 def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank. Collective."""
+    """Every rank's value, in rank order, on every rank; ConfigError where ranks run other versions. Collective."""
     import torch.distributed as dist
 
     size = world_size(group)
     if size == 1:
         return [value]
-    values: list[object] = [None] * size
+    values: list[tuple[str, T]] = [(VERSION, value)] * size
     with answered():
-        dist.all_gather_object(values, value, group=group)
-    return values  # type: ignore[return-value]
+        dist.all_gather_object(values, (VERSION, value), group=group)
+    versions = [version for version, _ in values]
+    if len(set(versions)) > 1:
+        raise _other_versions(versions)
+    return [of_rank for _, of_rank in values]
 
 
 def broadcast(value: T, group: ProcessGroup | None = None) -> T:
-    """The value of the first rank of the group, on every rank. Collective."""
+    """The value of the first rank of the group, on every rank. Collective.
+
+    A rank of another version than the first goes on to what ranks gather next, where all see it.
+    """
     import torch.distributed as dist
 
     if world_size(group) == 1:
         return value
-    box: list[object] = [value]
+    box: list[object] = [(VERSION, value)]
     with answered():
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-    return box[0]  # type: ignore[return-value]
+    version, said = cast(tuple[str, T], box[0])
+    if version != VERSION:
+        gather(None, group)
+    return said
+
+
+def _other_versions(versions: Sequence[str]) -> ConfigError:
+    """Ranks of several versions, one of each by name: they would not do the same."""
+    first = {version: number for number, version in reversed([*enumerate(versions)])}
+    found = ", ".join(
+        f"{version} on rank {number}" for version, number in sorted(first.items(), key=lambda one: one[1])
+    )
+    return ConfigError.of("ds_reshard", "ranks run different versions of it", "one version", found, mend=_ONE_VERSION)
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:

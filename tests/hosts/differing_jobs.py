@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 from cases import Model, Run, ds_config
@@ -17,6 +18,15 @@ def load(run: Run, model: Model, nodes: list[str], arguments: list[dict[str, Any
     engine = build(run, model, seed=99)
     own = (arguments or [{}] * len(nodes))[torch.distributed.get_rank()]
     return _load(engine, nodes, lambda: contents(engine), **own)
+
+
+def load_of_versions(run: Run, model: Model, folder: str, who: int) -> dict[str, Any]:
+    """A load in which one rank has another version installed."""
+    from ds_reshard.operations import ranks
+
+    engine, number = build(run, model, seed=99), torch.distributed.get_rank()
+    with mock.patch.object(ranks, "VERSION", "0.0.9" if number == who else "0.1.0"):
+        return _load(engine, [os.getcwd()] * (number + 1), lambda: contents(engine), load_dir=folder)
 
 
 def load_grid(grid: Any, nodes: list[str]) -> dict[str, Any]:

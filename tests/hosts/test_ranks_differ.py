@@ -131,6 +131,16 @@ def refused(told: list[dict[str, Any]]) -> bool:
 
 
 @pytest.mark.parametrize("who", (0, 1))
+@pytest.mark.parametrize(("saved", "loaded"), LAYOUTS[2:4], ids=str)
+def test_ranks_of_two_versions_load_nothing(worlds: Any, saves: Saves, saved: Run, loaded: Run, who: int) -> None:
+    """As where a node has an older installation: they would not do the same, and no rank is left waiting."""
+    given = {"run": loaded, "model": MODEL, "folder": str(saves(saved, MODEL)[0]), "who": who}
+    told = worlds[loaded.dp].run("differing_jobs.load_of_versions", **given)
+    assert {one["error"] for one in told} == {"ConfigError"} and all(one["unchanged"] for one in told)
+    assert len({one["text"] for one in told}) == 1 and f"0.0.9 on rank {who}" in told[0]["text"]
+
+
+@pytest.mark.parametrize("who", (0, 1))
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)
 def test_a_latest_that_not_all_see(
     worlds: Any, saves: Saves, tmp_path: Path, saved: Run, loaded: Run, who: int

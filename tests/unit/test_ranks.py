@@ -17,7 +17,7 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, ModelMismatch, Res
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
-from ds_reshard.operations.ranks import Steps, Sums, whole, within
+from ds_reshard.operations.ranks import Steps, Sums, answered, whole, within
 
 DATA = random.Random(1).randbytes(64)
 RECORD = Record(path="file", byte_offset=100, nbytes=len(DATA), crc32=crc32(DATA))
@@ -58,6 +58,12 @@ def test_after_a_failure_only_what_others_wait_for_is_done() -> None:
     assert done == ["waited for"] and steps.failed
     (told,) = steps.tell()
     assert (told.step, told.subject, [fault.error for fault in told.faults]) == (1, "step 1", ["ModelMismatch"])
+
+
+def test_what_only_another_version_knows_is_said_to_be_so() -> None:
+    """torch unpickles what ranks tell inside the collective."""
+    with pytest.raises(ConfigError, match=r"another version.*has no Ready2.*install the same version"), answered():
+        raise AttributeError("module ready has no Ready2")
 
 
 def _sums(data: bytes, *spans: tuple[int, int]) -> Sums:
