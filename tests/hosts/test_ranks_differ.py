@@ -185,6 +185,50 @@ def test_what_a_script_keeps_may_differ_where_deepspeed_loads(
         assert refused(told)
 
 
+ON_NODES = {"checkpoint": {"use_node_local_storage": True}}
+
+
+def own_shards(folder: Path, base: Path, count: int) -> list[str]:
+    """What each rank has saved, on a disk of its own, as nodes of one rank have it."""
+    made = nodes(folder, base, count, 0, lambda node: None)
+    for number, node in enumerate(made):
+        for path in Path(node).glob("ckpt/*/*zero_pp_rank_*"):
+            if f"zero_pp_rank_{number}_" not in path.name:
+                path.unlink()
+    return made
+
+
+@pytest.mark.parametrize("stage", (1, 2, 3))
+def test_nodes_that_each_have_their_own_shards_load_as_they_saved(
+    worlds: Any, saves: Saves, tmp_path: Path, stage: int
+) -> None:
+    """`use_node_local_storage`: DeepSpeed loads them, each rank its own file; no other layout can."""
+    folder, truth = saves(Run(stage, 2), MODEL)
+    made, run = own_shards(folder, tmp_path, 2), Run(stage, 2, config=ON_NODES)
+    told = worlds[2].run("differing_jobs.load", run=run, model=MODEL, nodes=made)
+    assert {one["error"] for one in told} == {None}, told[0]["text"]
+    assert_same(truth, [one["held"] for one in told])
+    for other in (Run(stage, 2), Run(stage, 3, config=ON_NODES)):
+        told = worlds[other.dp].run("differing_jobs.load", run=other, model=MODEL, nodes=(made * 2)[: other.dp])
+        assert {(one["error"], one["unchanged"]) for one in told} == {("CheckpointDamaged", True)}
+        assert len({one["text"] for one in told}) == 1
+
+
+@pytest.mark.parametrize("stage", (1, 3))
+def test_nodes_with_shards_of_two_steps_or_of_other_ranks_load_nothing(
+    worlds: Any, saves: Saves, tmp_path: Path, stage: int
+) -> None:
+    """One was started where another had been, or has not saved what the others have."""
+    folder, _ = saves(Run(stage, 2), MODEL)
+    made, run = own_shards(folder, tmp_path, 2), Run(stage, 2, config=ON_NODES)
+    told = worlds[2].run("differing_jobs.load", run=run, model=MODEL, nodes=made[::-1])
+    assert len({one["text"] for one in told}) == 1 and all(one["error"] and one["unchanged"] for one in told)
+    assert "its own" in told[0]["text"] or stage == 3  # where rank 0 finds no model file at all
+    saved_again(MODEL_FILES, _counter)(Path(made[1]) / "ckpt")
+    told = worlds[2].run("differing_jobs.load", run=run, model=MODEL, nodes=made)
+    assert refused(told) and "see other files" in told[0]["text"]
+
+
 @pytest.mark.parametrize("who", (0, 1))
 @pytest.mark.parametrize("edit", (saved_again(MODEL_FILES, _counter), saved_again("zero/optimizer_state.pt", _client)))
 @pytest.mark.parametrize("stage", (1, 3))

@@ -8,18 +8,20 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digests
+from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
 from ds_reshard.execution.checksums import SEEN_BY_ALL
-from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, missing, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
 from ds_reshard.formats.zero.door import list_folder
-from ds_reshard.formats.zero.model_states import read_entries
+from ds_reshard.formats.zero.model_states import read_entries, read_model_states
 from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
+from ds_reshard.formats.zero.shards import model_signature
 from ds_reshard.formats.zero.universal import is_state_file
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.pickles import refuse_unsafe_folder, walk
@@ -52,7 +54,8 @@ class Found:
 
     With a `listing` the checkpoint is not told: every rank reads the files that say what all have alike. `prints` has a
     digest of each by its path, also of a universal checkpoint, of which these files are told. `stages_apart` says that
-    ranks need to know each other's param groups, by which the states of other stages are named.
+    ranks need to know each other's param groups, by which the states of other stages are named. `on_nodes` says that
+    shards are missing which each node may have on a disk of its own, and that this rank sees its own.
     """
 
     tag: str = ""
@@ -65,6 +68,7 @@ class Found:
     listing: Listing | None = None
     prints: Mapping[str, bytes] = field(default_factory=dict)
     stages_apart: bool = False
+    on_nodes: bool = False
 
     @property
     def unread(self) -> bool:
@@ -191,6 +195,32 @@ def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
             faults = list(files_as_listed(found.listing, listed)) or faults
         return replace(found, faults=tuple(faults), sizes=_sizes(found.listing))
     return replace(found, checkpoint=checkpoint, prints=prints)
+
+
+def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Found:
+    """Every rank, where each node saves on its own disk (`use_node_local_storage`) and has not all files: its own ones.
+
+    DeepSpeed loads them, each rank its own; what they say of step and sizes is compared among ranks. Never raises.
+    """
+    assert found.listing is not None
+    if not any(missing(found.listing, dp, optimizer=optimizer)):
+        return found
+    try:
+        listing = list_folder(found.listing.folder)
+        number = dp_rank if listing.partitioned_model else 0
+        files = [(listing.model, "model_states", number), *[(listing.optim, "optim_states", dp_rank)] * optimizer]
+        for held, what, own in files:
+            if own not in held:
+                what = f"rank {rank()} does not see the {what} file of data-parallel rank {own}, its own"
+                mend = (
+                    "start each node's ranks where they were when it saved, or copy all files of one save to each node"
+                )
+                raise CheckpointDamaged.of(listing.folder, what, mend=mend)
+        said = canonical(model_signature(listing.read(listing.model[number], read_model_states)))
+        sizes = saved_sizes(replace(listing, model={0: listing.model[number]}))
+    except Exception as error:
+        return replace(found, faults=tuple(as_faults(error, where=f"rank {rank()}")))
+    return replace(found, sizes=sizes, prints={listing.folder: digest(said)}, on_nodes=True)
 
 
 def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:

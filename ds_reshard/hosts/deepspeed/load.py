@@ -43,6 +43,7 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     latest_tag,
     look,
     look_aside,
+    look_on_node,
     look_too,
     other_folder,
     refuse_unsafe_files,
@@ -245,7 +246,15 @@ def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: 
     if told.faults:
         return told
     if told.listing is not None or told.universal:
-        found = look_too(told, optimizer=narrowed(request, _policy(mine, told)).load_optimizer, row=mine.grid.row)
+        wanted = narrowed(request, _policy(mine, told)).load_optimizer
+        found = look_too(told, optimizer=wanted, row=mine.grid.row)
+        if found.faults and told.listing is not None and getattr(engine, "use_node_local_storage", bool)():
+            found = look_on_node(
+                found,
+                rank(engine.seq_data_parallel_group),
+                engine.seq_dp_world_size if engine.mp_world_size == 1 else 0,
+                optimizer=wanted and engine.zero_optimization_stage() > 0,
+            )
         return _with_aside(engine, mine, request, tag, found)
     if mine.settings.enabled and not (tag or told.tag or told.checkpoint):
         file = f"{request.load_dir}/{deepspeeds_file(universal=engine.load_universal_checkpoint())}"
@@ -378,11 +387,15 @@ def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -
     (`_get_padded_tensor`, runtime/zero/stage_1_and_2.py, 0.19.8).
     Of a universal checkpoint DeepSpeed loads other sizes too, when it is asked to.
     """
-    if any(fault.error != "UnsupportedLayout" for fault in found.faults):
+    if any(fault.error != "UnsupportedLayout" for fault in found.faults) and not found.on_nodes:
         return False
     if found.universal and engine.load_universal_checkpoint():
         return True
-    return bool(features) and found.sizes == (engine.seq_dp_world_size, engine.mp_world_size, expert_sizes(engine))
+    return (bool(features) or found.on_nodes) and found.sizes == (
+        engine.seq_dp_world_size,
+        engine.mp_world_size,
+        expert_sizes(engine),
+    )
 
 
 def leave_to_deepspeed(
