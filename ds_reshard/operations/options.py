@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.grid_target import FORMATS as ZERO
@@ -14,6 +15,8 @@ from ds_reshard.operations.formats import FORMATS as TABLE
 from ds_reshard.operations.formats import WRITERS
 
 FORMATS = tuple(WRITERS)
+MOST_RANKS = 1 << 17
+"""More than any run has: a conversion makes files for each, and a plan of each."""
 THREADS = min(4, os.cpu_count() or 1)
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
@@ -25,6 +28,11 @@ def refuse(asked: Asked) -> None:
         raise ConfigError(f"{asked.to!r} is no format: --to {' | '.join(FORMATS)}")
     if asked.dp is not None and not any(asked.to in one.sized for one in TABLE):
         raise ConfigError(f"--dp: --to {asked.to} writes whole tensors, which are loaded at any size; leave it out")
+    ranks = prod(size or 1 for size in (asked.dp, asked.tp, asked.pp))
+    if ranks > MOST_RANKS:
+        raise ConfigError(
+            f"--dp: {ranks} ranks, each with files of its own, are more than a run has; correct the number"
+        )
     if asked.dtype is not None and (asked.to not in WEIGHTS or asked.dtype not in DTYPES):
         raise ConfigError(f"--dtype {asked.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
     if asked.sub_group_size is not None and asked.to != "zero3":

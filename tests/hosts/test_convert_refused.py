@@ -12,9 +12,9 @@ from cases import Model, Run
 from saves import Saves
 
 from ds_reshard.cli.main import main
-from ds_reshard.errors import ChecksumMismatch, ReshardError
+from ds_reshard.errors import ChecksumMismatch, ConfigError, ReshardError
 from ds_reshard.execution import disk
-from ds_reshard.operations import Options, convert
+from ds_reshard.operations import Options, convert, plan
 from ds_reshard.operations.workspace import LOCKS, MANIFEST, lock_name, read_manifest
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -63,6 +63,9 @@ def test_settings(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
     _refused(source, tmp_path / "out", "'zero4' is no format", "zero1 | zero2", to="zero4")
     _refused(source, tmp_path / "out", "loaded at any size", to="universal", dp=2)
     _refused(source, tmp_path / "out", "--to zero3", to="zero2", sub_group_size=9)
+    _refused(source, tmp_path / "out", "more than a run has", to="zero2", dp=10**9)
+    with pytest.raises(ConfigError, match="more than a run has"):
+        plan(str(source), to="zero3", dp=10**12)
     little = Options(threads=4, memory_nbytes=1 << 20)
     _refused(source, tmp_path / "out", "too little for 4 threads", "--memory 4", options=little)
     for words in (["--to", "zero9"], ["--to", "zero1", "--shard", "2/2"], ["--to", "zero1", "--dp", "0"], []):

@@ -8,7 +8,7 @@ import pytest
 
 import ds_reshard
 from ds_reshard.errors import ConfigError
-from ds_reshard.hosts.deepspeed.coming_engine import parsed
+from ds_reshard.hosts.deepspeed.coming_engine import _turned, parsed
 
 MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 
@@ -30,6 +30,19 @@ def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any],
 
 def test_what_can_be_divided_follows_the_ranks() -> None:
     assert [parsed(MICRO, world).gradient_accumulation_steps for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+
+
+def test_parameters_are_dealt_out_among_any_number_of_ranks_at_once() -> None:
+    """`round_robin_gradients`: of a million ranks that are foreseen most have no turn."""
+    turns = []
+
+    class Watched(list[Any]):
+        def __getitem__(self, key: Any) -> Any:
+            turns.append(key)
+            return super().__getitem__(key)
+
+    assert _turned(Watched("abc"), 10**6) == ["a", "b", "c"] and len(turns) <= 3
+    assert _turned(list("abcde"), 2) == ["a", "c", "e", "b", "d"]  # type: ignore[arg-type,comparison-overlap]
 
 
 def test_deepspeed_itself_says_it_with_the_hooks_on() -> None:

@@ -301,7 +301,7 @@ def _flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _turned(items: list[tuple[str, torch.nn.Parameter]], ranks: int) -> list[tuple[str, torch.nn.Parameter]]:
     """`_round_robin_reorder`."""
-    return [item for rank in range(ranks) for item in items[rank::ranks]]
+    return [item for rank in range(min(ranks, len(items))) for item in items[rank::ranks]]
 
 
 def _gaps(params: Sequence[torch.Tensor], dtype: torch.dtype, aligned: bool) -> list[int]:
