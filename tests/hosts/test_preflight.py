@@ -363,6 +363,15 @@ def test_the_command_answers_in_its_first_line(
     assert held["device_nbytes"] == held["optimizer_nbytes"] + held["weights_nbytes"] + buffers
 
 
+def test_moments_that_an_offload_in_part_loses(saves: Saves, foreseen: Any) -> None:
+    """Said for a job with GPUs, whose device is another than the host."""
+    folder, _ = saves(Run(2, 2), PLAIN)
+    for ratio, loads in ((0.5, False), (1.0, True)):
+        options = {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "sub_group_size": 20}
+        said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(Run(3, 2, options=options)), world=2))
+        assert [fault.where for fault in said.faults] == ["zero_optimization.offload_optimizer.ratio"] * (not loads)
+
+
 @pytest.mark.parametrize("run", [Run(2, 2, options=OFFLOAD), Run(2, 2)], ids=str)
 def test_memory_of_what_is_offloaded_and_of_what_deepspeed_reads(saves: Saves, foreseen: Any, run: Run) -> None:
     """The optimizer's is the host's where it is offloaded; files that DeepSpeed reads are there whole, beside it."""

@@ -212,15 +212,13 @@ def _wrapper(
     zero, place = ds.zero_config, spot.data
     orders = [{name: param for name, param in group.items() if param.requires_grad} for group in model.order if group]
     shares = [spot.experts if any(map(expert_of, group)) else place for group in orders]
-    offload = getattr(zero.offload_optimizer, "device", None)
-    device = str(getattr(offload, "value", offload))
     made: dict[str, object] = {
         "clip_grad": ds.gradient_clipping,
         "compute_grad_norm": bool(getattr(zero, "compute_grad_norm", True)),
         "dp_process_group": place,
         "real_dp_process_group": shares,
         "zenflow": section(config, "zero_optimization").get("zenflow") is not None,
-        "swap_optimizer": kind.stage == 3 and device == "nvme",
+        "swap_optimizer": kind.stage == 3 and _device(zero.offload_optimizer) == "nvme",
     }
     flats: list[list[torch.Tensor]] = [[] for _ in orders]
     if kind.name == "torch":
@@ -237,8 +235,7 @@ def _wrapper(
         made["fp16_partitioned_groups_flat"] = [_flat(size, kind.dtype or torch.float32) for size in sizes]
         made["fp16_groups"] = [[orders[g][name] for name in part] for g, part in subs]
         made["sub_group_to_group_id"] = {number: g for number, (g, _) in enumerate(subs)}
-        there = int((1 - getattr(zero.offload_optimizer, "ratio", 1.0)) * len(subs)) if device == "cpu" else 0
-        made["subgroup_to_device"] = {number: "device" if number < there else "cpu" for number in range(len(subs))}
+        made["subgroup_to_device"] = _places(zero.offload_optimizer, len(subs))
         for (g, _), flat in zip(subs, masters, strict=True):
             flats[g].append(flat)
     elif kind.name in ("zero", "bf16"):
@@ -271,6 +268,17 @@ def _wrapper(
         made["loss_scaler"] = _loss_scaler(ds, kind.dtype)
     wrapper = type(_wrapper_name(config, kind), (SimpleNamespace,), {})
     return wrapper(**made)
+
+
+def _device(offload: object) -> str:
+    device = getattr(offload, "device", None)
+    return str(getattr(device, "value", device))
+
+
+def _places(offload: object, count: int) -> dict[int, str]:
+    """Where sub-groups are stepped: with a `ratio` the first ones on the device (`subgroup_to_device`, stage3.py)."""
+    there = int((1 - getattr(offload, "ratio", 1.0)) * count) if _device(offload) == "cpu" else 0
+    return {number: "device" if number < there else "cpu" for number in range(count)}
 
 
 def _wrapper_name(config: Mapping[str, object], kind: Kind) -> str:
