@@ -1,11 +1,14 @@
 """A script that loads its optimizer by itself: a resume policy that nobody would apply is refused there.
 
 Importing this loads no torch. Rung 2 of the ladder (a method on a class): `register_load_state_dict_pre_hook` is of one
-optimizer (torch/optim/optimizer.py, 2.13), and there is none of all.
+optimizer (torch/optim/optimizer.py, 2.13), and there is none of all. Rung 3: `set_optimizer_state_dict` begins the
+states of a fresh optimizer before it loads them, in a function of its module.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
@@ -13,20 +16,23 @@ from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+_BEGUN: weakref.WeakKeyDictionary[Optimizer, None] = weakref.WeakKeyDictionary()
+"""Optimizers whose states torch has begun by a step without gradients, until they make one of their own."""
+
 
 def load_state_dict(call: Call) -> object:
     """Load a state; ConfigError where a resume policy was asked for that nobody would apply to it.
 
-    Not collective: ranks are given the same policy. An optimizer that has states goes back, and does not resume. Inside
-    a load of a host the policy is the host's affair. Megatron's and nanotron's optimizers have seams of their own, also
-    in a loop of the script's.
+    Not collective: ranks are given the same policy. An optimizer that has trained goes back, and does not resume.
+    Inside a load of a host the policy is the host's affair. Megatron's and nanotron's optimizers have seams of their
+    own, also in a loop of the script's.
     """
     from ds_reshard import hosts
     from ds_reshard.operations.watching import under_way
     from ds_reshard.resume.policy_sources import asked_policy, refuse_unapplied
 
     policy, optimizer = asked_policy(), call["self"]
-    if under_way() or (policy.is_default and policy.report is None) or optimizer.state:
+    if under_way() or (policy.is_default and policy.report is None) or _has_trained(optimizer):
         return call()
     if hosts.hooked("megatron") or hosts.hooked("nanotron") or (policy.is_default and hosts.hooked("deepspeed")):
         return call()
@@ -35,9 +41,41 @@ def load_state_dict(call: Call) -> object:
     return call()
 
 
+def begin_states(call: Call) -> object:
+    """Of `_init_optim_state`: what it gives an optimizer, to have something to load into, is no training."""
+    from ds_reshard.resume.policy_sources import asked_policy
+
+    policy, optimizer = asked_policy(), _innermost(call["optim"])
+    if (policy.is_default and policy.report is None) or optimizer in _BEGUN or _has_trained(optimizer):
+        return call()
+    result = call()
+    _BEGUN[optimizer] = None
+    optimizer.register_step_post_hook(lambda stepped, *_: _BEGUN.pop(stepped, None))
+    return result
+
+
+def _innermost(optimizer: Optimizer) -> Optimizer:
+    """accelerate's wrapper is an optimizer of torch without what one has (AcceleratedOptimizer of optimizer.py)."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else _innermost(inner)
+
+
+def _has_trained(optimizer: Optimizer) -> bool:
+    return optimizer not in _BEGUN and _of_a_step(optimizer.state)
+
+
+def _of_a_step(states: Mapping[object, object]) -> bool:
+    """Whether some state is of a step. Adagrad's are there before the first one, and count none.
+
+    An entry without anything is what a look at `optimizer.state` leaves, which is a defaultdict.
+    """
+    held = [state for state in states.values() if not isinstance(state, Mapping) or state]
+    return any(not isinstance(state, Mapping) or bool(state.get("step", 1) != 0) for state in held)
+
+
 def _is_its_own(optimizer: Optimizer, state_dict: object) -> bool:
     """Whether a state is that which a fresh optimizer has: accelerate gives it to each in `prepare` (optimizer.py)."""
-    if not isinstance(state_dict, dict) or state_dict.get("state"):
+    if not isinstance(state_dict, dict) or _of_a_step(state_dict.get("state") or {}):
         return False
     return bool(state_dict.get("param_groups") == optimizer.state_dict()["param_groups"])
 
@@ -53,6 +91,13 @@ HOOKS = HostHooks(
             wrapper=Seam(f"{__name__}:load_state_dict"),
             signature=("state_dict",),
             summary="refuses resume flags where a script loads its optimizer by itself: nobody would apply them",
+        ),
+        Patch(
+            target="torch.distributed.checkpoint.state_dict:_init_optim_state",
+            wrapper=Seam(f"{__name__}:begin_states"),
+            signature=("optim",),
+            summary="tells the states that torch begins, to have something to load into, from those of a run",
+            optional=True,
         ),
     ),
 )

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import unsafe_jobs
 from accelerate import Accelerator
 from logs import heard
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 
 @contextmanager
@@ -39,8 +40,8 @@ def save(host: str, folder: str) -> None:
     elif host == "manager":
         Path(folder).mkdir(exist_ok=True)
         torch.save({"w": torch.ones(2)}, f"{folder}/model_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt")
-    elif host == "script":
-        _Plain(folder).save()
+    elif host in SCRIPTS:
+        _Plain(folder, host).save()
     else:
         unsafe_jobs.trainer_save(folder)
 
@@ -56,8 +57,8 @@ def resume(host: str, folder: str, flags: list[str]) -> tuple[str, str]:
             shutil.rmtree(f"{folder}/package{dist.get_rank()}", ignore_errors=True)
             dist.barrier()
             return unsafe_jobs.managed(folder, "path")
-        if host == "script":
-            return unsafe_jobs._told(_Plain(folder).load)
+        if host in SCRIPTS:
+            return unsafe_jobs._told(_Plain(folder, host).load)
         return unsafe_jobs.trainer_resume(folder, f"{folder}/checkpoint-2")
 
 
@@ -82,27 +83,47 @@ def own_save(folder: str, flags: list[str]) -> list[tuple[str, str]]:
 
 
 class _Plain:
-    """A script that saves and loads its optimizer by itself."""
+    """A script that saves and loads its optimizer by itself, in one of the ways of `SCRIPTS`."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, way: str = "script") -> None:
         torch.manual_seed(3)
-        self.file = f"{folder}/plain.pt"
+        self.file, self.way = f"{folder}/plain.pt", way
         self.net = torch.nn.Linear(4, 3)
-        self.optimizer = torch.optim.AdamW(self.net.parameters(), lr=0.01)
+        self.optimizer = SCRIPTS[way](self.net.parameters(), lr=0.01)
+
+    def train(self) -> None:
+        self.net(torch.ones(2, 4)).sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
     def save(self) -> None:
         os.makedirs(os.path.dirname(self.file), exist_ok=True)
-        self.net(torch.ones(2, 4)).sum().backward()
-        self.optimizer.step()
-        torch.save({"net": self.net.state_dict(), "optimizer": self.optimizer.state_dict()}, self.file)
+        self.train()
+        named = self.way == "script, by names"
+        states = get_optimizer_state_dict(self.net, self.optimizer) if named else self.optimizer.state_dict()
+        torch.save({"net": self.net.state_dict(), "optimizer": states}, self.file)
 
     def load(self) -> None:
         import ds_reshard
 
         with ds_reshard.install("torch"):
             saved = torch.load(self.file, weights_only=True)
-            self.optimizer.load_state_dict(saved["optimizer"])
+            if self.way == "script, by names":
+                set_optimizer_state_dict(self.net, self.optimizer, saved["optimizer"])
+            else:
+                for param in self.net.parameters() if self.way == "script, that looks" else ():
+                    assert not self.optimizer.state[param]
+                self.optimizer.load_state_dict(saved["optimizer"])
             self.net.load_state_dict(saved["net"])
+
+
+SCRIPTS = {
+    "script": torch.optim.AdamW,
+    "script, by names": torch.optim.AdamW,
+    "script, that looks": torch.optim.AdamW,
+    "script, Adagrad": torch.optim.Adagrad,
+}
+"""By what a script does with its optimizer, which that is: Adagrad has states before its first step."""
 
 
 def unhooked(folder: str, policy: dict[str, Any]) -> dict[str, Any]:
@@ -133,18 +154,36 @@ def no_resume(flags: list[str]) -> list[str]:
     """What a script without DeepSpeed is told of an optimizer that gets its own state: prepared, or going back."""
     import ds_reshard
 
-    plain = _Plain("")
+    plain, other, named = _Plain(""), _Plain("", "script, Adagrad"), _Plain("", "script, by names")
 
     def prepare() -> None:
         Accelerator(cpu=True).prepare(plain.net, plain.optimizer)
+        Accelerator(cpu=True).prepare(other.net, other.optimizer)
 
     def go_back() -> None:
-        plain.net(torch.ones(2, 4)).sum().backward()
-        plain.optimizer.step()
+        plain.train()
         plain.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
 
+    def go_back_by_names() -> None:
+        get_optimizer_state_dict(named.net, named.optimizer)  # which begins its states
+        named.train()
+        kept = copy.deepcopy(get_optimizer_state_dict(named.net, named.optimizer))
+        set_optimizer_state_dict(named.net, named.optimizer, kept)
+
     with ds_reshard.install("torch"), _asked(flags):
-        return [unsafe_jobs._told(one)[0] for one in (prepare, go_back)]
+        return [unsafe_jobs._told(one)[0] for one in (prepare, go_back, go_back_by_names)]
+
+
+def beside_an_import(folder: str, flags: list[str]) -> str:
+    """What FSDP2 is told that torch loads in a process in which DeepSpeed is hooked, and no engine of it is there."""
+    import dcp_jobs
+    from cases import Model
+
+    import ds_reshard
+
+    dcp_jobs.save(folder, Model())
+    with ds_reshard.install("deepspeed"), ds_reshard.install("torch"), _asked(flags):
+        return unsafe_jobs._told(lambda: dcp_jobs.load(folder, Model(), torchs=True))[0]
 
 
 def start(host: str, folder: str, flags: list[str]) -> str:

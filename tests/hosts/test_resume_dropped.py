@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dropped_jobs import SCRIPTS
 
 pytestmark = pytest.mark.distributed
 
@@ -16,11 +17,13 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("host", ["accelerate", "Trainer", "torch", "manager", "script"])
+@pytest.mark.parametrize("host", ["accelerate", "Trainer", "torch", "manager", *SCRIPTS])
 def test_a_run_without_deepspeed_refuses_flags(worlds: Any, tmp_path: Path, host: str) -> None:
     """All load what torch has saved as it is, whatever the flags say; where nothing is loaded nothing is refused.
 
-    `dcp.load` of torch, the managers of EasyR1 and verl (a synthetic class), and a script that loads its optimizer.
+    `dcp.load` of torch, the managers of EasyR1 and verl (a synthetic class), and a script that loads its optimizer:
+    also by `set_optimizer_state_dict`, which begins its states; where some are there as entries without anything, or
+    as Adagrad's, before the first step.
     """
     folder = str(tmp_path / "saved")
     assert worlds[2].run("dropped_jobs.start", host=host, folder=folder, flags=["--no-load-optim"]) == ["", ""]
@@ -56,7 +59,14 @@ def test_an_optimizer_beside_the_engine_refuses_flags(worlds: Any, tmp_path: Pat
 
 def test_an_optimizer_that_gets_its_own_state_does_not_resume(worlds: Any) -> None:
     """accelerate gives each optimizer its own state when it prepares it, and a script may go back to one of its run."""
-    assert worlds[1].run("dropped_jobs.no_resume", flags=["--no-load-optim"]) == [["", ""]]
+    assert worlds[1].run("dropped_jobs.no_resume", flags=["--no-load-optim"]) == [["", "", ""]]
+
+
+def test_an_engine_that_nobody_built_applies_no_flags(worlds: Any, tmp_path: Path) -> None:
+    """DeepSpeed is hooked where anything imports it; of FSDP2 torch's load fills what is then given to the optimizer."""
+    for flags, error in ((["--no-load-optim"], "ConfigError"), ([], "")):
+        folder = str(tmp_path / (error or "loaded"))
+        assert worlds[2].run("dropped_jobs.beside_an_import", folder=folder, flags=flags) == [error] * 2
 
 
 def test_the_trainers_hooks_alone_refuse_a_policy(worlds: Any, tmp_path: Path) -> None:
