@@ -276,6 +276,7 @@ def resume(
     if policy:
         section = {"resume": policy, **({"accelerate": {"clock": late.clock}} if late.clock else {})}
         late = late.but(config={"ds_reshard": section})
+    run = None
     with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed") if hooks else nullcontext():
         try:
             run = prepared(late, seed=99, lr=LR * scale)
@@ -283,7 +284,8 @@ def resume(
                 run[0].register_for_checkpointing(run[3])
             run[0].load_state(folder)
         except ds_reshard.ReshardError as error:
-            return {"raised": type(error).__name__, "text": str(error)}
+            updates = run[1].global_steps if run is not None else 0
+            return {"raised": type(error).__name__, "text": str(error), "updates": updates}
         moments = [s["exp_avg"].abs().sum() for s in run[1].basic_optimizer.state.values() if "exp_avg" in s]
         step = run[0].step
         ends = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,25 @@ def test_a_scheduler_that_is_registered_too_takes_no_state_of_another_clock(
     told = worlds[2].run("late_jobs.resume", **given, policy=policy, scale=0.1)[0]
     expected = wanted(Late(), _positions(saved, loaded, 2), scale=0.1)
     assert told["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected], told
+
+
+def test_what_accelerate_reads_beside_the_engine_is_looked_for_before_that_loads(
+    worlds: Any, saves: Any, tmp_path: Path
+) -> None:
+    """A scheduler's file, and as many files as objects are registered: of both it tells when the engine has loaded."""
+    late = Late(clock="accelerate")
+    folder = tmp_path / "saved"
+    shutil.copytree(saves(late), folder)
+
+    def refused(**given: Any) -> str:
+        told = worlds[2].run("late_jobs.resume", late=late, folder=str(folder), **given)
+        assert told[0] == told[1] and told[0]["raised"] == "CheckpointNotFound" and not told[0]["updates"], told
+        return str(told[0]["text"])
+
+    assert "expected 1 custom_checkpoint files, found 0" in refused(registered=True)
+    (folder / "scheduler.bin").unlink()
+    assert f"{folder}/scheduler.bin: there is no such file" in refused()
+    assert "1 fault found" in refused() and "2 faults found" in refused(registered=True)
 
 
 @pytest.mark.parametrize("loaded", ["engine", "accelerate"])

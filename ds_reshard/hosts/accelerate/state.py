@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard import hosts
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
-from ds_reshard.errors import UnsupportedLayout, WriteFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, WriteFailed, raise_faults
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
@@ -173,6 +173,9 @@ def load_state(call: Call) -> object:
         together(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
     if mine is not None and where is not None:
         saved = gather(together(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
+    if where is not None:
+        moved = mine is not None and saved.clock not in (None, mine.clock)
+        together(lambda: _refuse_absent(accelerator, where, scheduled=not moved), subject=f"loading {where}")
     with _anew(accelerator) if policy.finetune else nullcontext():
         if mine is None or saved.clock in (None, mine.clock):
             result = original()
@@ -187,6 +190,34 @@ def load_state(call: Call) -> object:
         _agree_on_step(accelerator, where, before)
         _warn_of_another_batch(accelerator, counted, before)
     return result
+
+
+def _refuse_absent(accelerator: Accelerator, where: str, *, scheduled: bool) -> None:
+    """Raise CheckpointNotFound for what accelerate reads beside the engine, once that has loaded, and is not there.
+
+    That is a file for each scheduler of its own, where the schedule is read at all, and one for each registered object.
+    """
+    names = folders.entries(where)
+    if not names:
+        return  # accelerate says that the folder is not there
+    own = [one for one in accelerator._schedulers if type(one).__name__ != "DeepSpeedSchedulerWrapper"]
+    files = [f"scheduler_{number}.bin" if number else "scheduler.bin" for number in range(len(own) if scheduled else 0)]
+    faults = [
+        CheckpointNotFound.fault(
+            os.path.join(where, name),
+            "there is no such file, and accelerate reads it for a scheduler of this run",
+            mend="restore it from a copy; where the saving run had no such scheduler, prepare it after load_state",
+        )
+        for name in files
+        if name not in names
+    ]
+    found = sum(re.search(r"^custom_checkpoint_\d+\.pkl$", name) is not None for name in names)
+    if found != len(accelerator._custom_objects):
+        what = "holds the states of other objects than this run has registered"
+        mend = "call register_for_checkpointing with the objects of the saving run, in its order"
+        ours = str(len(accelerator._custom_objects))
+        faults.append(CheckpointNotFound.fault(where, what, f"{ours} custom_checkpoint files", str(found), mend=mend))
+    raise_faults(faults, subject=f"loading {where}")
 
 
 @contextmanager
