@@ -98,27 +98,52 @@ class Filling:
         self._index = index
         self._cast = cast
         self._copies: list[Copy] = []
+        self._memory: dict[tuple[object, ...], tuple[str, list[Copy]]] = {}
         self._targets: dict[str, TensorTarget] = {}
         self._scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._outcome = Outcome()
 
     def add(self, item: ReadItem, entry: Stored, tensor: torch.Tensor) -> None:
-        """Have `tensor` filled with the box of the entry that the item names; ModelMismatch for another type."""
+        """Have `tensor` filled with the box of the entry that the item names; ModelMismatch for another type.
+
+        And where another name of the same memory, as of tied weights, would fill it with other bytes.
+        """
         dtype = element_type(tensor.dtype)
         if dtype not in entry.sources and not self._cast:
             raise ModelMismatch("", [_other_type(entry, dtype.label)])
         tensor = tensor.detach()
         self.filled.append((item, tensor))
+        key = entry.sources.get(dtype, entry.sources[entry.dtype])
+        box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
+        buffer = str(len(self._targets))
+        region = box_region(entry.shape, box)
+        copies = list(copies_of(self._index, key, region, buffer=buffer, element_offset=0, dtype=dtype))
+        if self._filled_already(item.storage_index.fqn, tensor, copies):
+            return
         target = tensor
         if not tensor.is_contiguous():
             target = torch.empty(tensor.shape, dtype=tensor.dtype)
             self._scattered.append((tensor, target))
-        buffer = str(len(self._targets))
         self._targets[buffer] = TensorTarget(target)
-        key = entry.sources.get(dtype, entry.sources[entry.dtype])
-        box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
-        region = box_region(entry.shape, box)
-        self._copies += copies_of(self._index, key, region, buffer=buffer, element_offset=0, dtype=dtype)
+        self._copies += copies
+
+    def _filled_already(self, name: str, tensor: torch.Tensor, copies: list[Copy]) -> bool:
+        """Whether another name of the same memory fills it with the same bytes; ModelMismatch where with others.
+
+        torch fills it with one after the other. Of files without checksums both are read, and so they are here.
+        """
+        where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        first, theirs = self._memory.setdefault(where, (name, copies)) if tensor.numel() else (name, copies)
+        if first == name:
+            return False
+        one, other = ([copy.record for copy in some] for some in (theirs, copies))
+        if one != other and any(record.crc32 is None for record in (*one, *other)):
+            return False
+        if _bytes_of(theirs) != _bytes_of(copies):
+            mend = "build the model without the tie, or leave one of the two names out of the state dict"
+            what = f"is one tensor with {first} in this run, and others were saved under the two names"
+            raise ModelMismatch("", [ModelMismatch.fault(name, what, mend=mend)])
+        return True
 
     def execute(self, *, threads: int, memory_nbytes: int) -> int:
         """Read every byte once; how many they were."""
@@ -133,6 +158,15 @@ class Filling:
         """The faults of reading, and of records that were read whole; the sums of those that were read in part."""
         pending, faults = settle(partial_sums(self._outcome))
         return [*self._outcome.faults, *faults], pending
+
+
+def _bytes_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
+    """What fills a tensor, wherever it lies: alike for the same bytes, and of others by their checksums."""
+    return [
+        (copy.record.crc32, copy.record.nbytes, copy.byte_offset - copy.record.byte_offset)
+        + (copy.numel, copy.dtype, copy.element_offset, copy.rows)
+        for copy in copies
+    ]
 
 
 def single(entry: Single, dtype: torch.dtype, *, cast: bool) -> torch.Tensor:
