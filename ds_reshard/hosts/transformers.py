@@ -28,11 +28,12 @@ ARGUMENTS = "training_args.bin"
 
 def train(call: Call) -> object:
     older = call.arguments.get("kwargs", {}).get("model_path")  # the argument's name before it was renamed, in 4.x
-    trainer, wanted = call["self"], call["resume_from_checkpoint"] or older
-    refuse_unsafe_checkpoint(trainer, wanted)
-    if wanted:
+    trainer = call["self"]
+    folder = _folder(trainer, call["resume_from_checkpoint"] or older)
+    if folder is not None:  # of `True` where there is none the Trainer tells
+        refuse_unsafe_checkpoint(trainer, folder)
         refuse_policy(_config(trainer))
-        warn_of_counters(trainer, str(wanted))
+        warn_of_counters(trainer, folder)
     return call()
 
 
@@ -111,18 +112,20 @@ def refuse_unseen_schedule(trainer: Trainer) -> None:
     together(functools.partial(refuse_unseen, inner), subject="Trainer.train")
 
 
-def refuse_unsafe_checkpoint(trainer: Trainer, wanted: object) -> None:
-    """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
+def _folder(trainer: Trainer, wanted: object) -> str | None:
+    """The folder that a Trainer resumes from: the last of its checkpoints for `True`; None where it begins anew."""
     from transformers.trainer_utils import get_last_checkpoint
-
-    from ds_reshard.containers.pickle_rules import trust_in
-    from ds_reshard.operations.pickles import refuse_unsafe_folder
 
     if wanted is True:
         wanted = get_last_checkpoint(cast(str, trainer.args.output_dir))
-    if wanted is None or wanted is False:
-        return
-    folder = os.fspath(wanted)  # type: ignore[call-overload]
+    return os.fspath(wanted) if wanted else None  # type: ignore[call-overload, no-any-return]
+
+
+def refuse_unsafe_checkpoint(trainer: Trainer, folder: str) -> None:
+    """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
+    from ds_reshard.containers.pickle_rules import trust_in
+    from ds_reshard.operations.pickles import refuse_unsafe_folder
+
     config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
     refuse_unsafe_folder(folder, trust=trust_in(config), unread=ARGUMENTS)
 

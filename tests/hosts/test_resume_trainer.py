@@ -3,12 +3,42 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from logs import heard
+
+from ds_reshard.hosts import transformers as host
 
 pytestmark = pytest.mark.distributed
+
+
+def test_the_folder_that_true_means_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `resume_from_checkpoint=True` the last checkpoint by its number; none where there is none."""
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path)), is_world_process_zero=lambda: True)
+    assert host._folder(trainer, True) is host._folder(trainer, None) is host._folder(trainer, False) is None
+    for number in (2, 10, 9):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    folder = str(tmp_path / "checkpoint-10")
+    assert host._folder(trainer, True) == folder
+    for step in ("refuse_unsafe_checkpoint", "refuse_policy"):
+        monkeypatch.setattr(host, step, lambda *_: None)
+    monkeypatch.setattr(host, "_config", lambda _: {"ds_reshard": {"resume": {"finetune": True}}})
+    call: Any = _Call({"self": trainer, "resume_from_checkpoint": True})
+    with heard() as told:
+        host.train(call)
+    assert len(told) == 1 and f"trainer_state.json of {folder} " in told[0]
+
+
+class _Call(dict[str, Any]):
+    """A call of `Trainer.train`, as its seam gets it."""
+
+    arguments: ClassVar[dict[str, Any]] = {}
+
+    def __call__(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("own_scheduler", [True, False], ids=["the Trainer's scheduler", "the engine's scheduler"])
