@@ -226,7 +226,7 @@ REFUSED = {
     ),
     "two flags": (Setup(), ["--no-load-lr-state", "--override-opt-param-scheduler"], {}, "ConfigError", "contradict"),
     "flag and argument": (
-        Setup(),
+        Setup(scheduler=("CosineAnnealingLR", {"T_max": 40})),
         ["--override-opt-param-scheduler"],
         {"load_lr_scheduler_states": False},
         "ConfigError",

@@ -135,6 +135,20 @@ def test_strict_compares_when_the_state_is_given(worlds: Any, saved: Any, kind: 
     assert "scheduler: " in refused["text"] and "--override-opt-param-scheduler" in refused["text"]
 
 
+@pytest.mark.parametrize("policy", ["override", "checkpoint", "strict"])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_the_engine_need_not_be_asked_for_a_scheduler_that_it_has_not(
+    worlds: Any, saved: Any, policy: str, order: str
+) -> None:
+    """Lightning says load_lr_scheduler_states=False of each load: its scheduler gets its state from the client's."""
+    folder, there, here = saved("CosineAnnealingLR")
+    strict, old = policy == "strict", KINDS["CosineAnnealingLR"][0]
+    setup = Setup(run=RUN, policy={"scheduler": policy}) if strict else _new(Setup(run=RUN), policy)
+    loaded = _resume(worlds, setup, "CosineAnnealingLR", folder, order, old if strict else None, asks=False)
+    assert loaded["error"] is None, loaded["text"]
+    assert _seen(loaded["rates"]) == (here if policy == "override" else there)[STEPS:]
+
+
 def _rates_of(params: dict[str, Any]) -> dict[str, Any]:
     """What the groups themselves keep stays the same, so that the schedule alone differs."""
     return {name: value for name, value in params.items() if name in ("max_lr", "base_lr", "swa_lr")}

@@ -61,9 +61,17 @@ def save(setup: Setup, kind: str, params: dict[str, Any], folder: str, steps: in
 
 
 def resume(
-    setup: Setup, kind: str, params: dict[str, Any], folder: str, order: str, later: bool = False
+    setup: Setup,
+    kind: str,
+    params: dict[str, Any],
+    folder: str,
+    order: str,
+    later: bool = False,
+    asks: bool = True,
 ) -> dict[str, Any]:
     """Resume with the scheduler's state given before, after, or twice; or with a scheduler built `late`.
+
+    `asks`: whether the engine is asked for the state of a scheduler, of which it has none.
 
     `later`: give it, once the run has trained, a state of its own again, and train on.
     """
@@ -76,7 +84,7 @@ def resume(
             scheduler = build(engine, kind, params) if order != "late" else None
             if order in ("before", "twice"):
                 scheduler.load_state_dict(copy.deepcopy(state))
-            engine.load_checkpoint(folder)
+            engine.load_checkpoint(folder, load_lr_scheduler_states=asks)
             scheduler = scheduler or build(engine, kind, params)
             before = (copy.deepcopy(scheduler.state_dict()), [float(g["lr"]) for g in scheduler.optimizer.param_groups])
             for _ in range({"before": 0, "thrice": 2}.get(order, 1)):

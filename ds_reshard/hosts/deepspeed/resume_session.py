@@ -264,7 +264,8 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
     """Where the policy contradicts the arguments of `load_checkpoint`, the configuration or the engine's own past."""
     own = own_values(engine)
     faults: list[Fault] = []
-    if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler:
+    own_scheduler = engine.lr_scheduler is not None  # Lightning never asks for the state of one: it steps its own
+    if policy.scheduler in ("override", "checkpoint", "strict") and not request.scheduler and own_scheduler:
         faults.append(
             fault(
                 "load_checkpoint(load_lr_scheduler_states=False)",
