@@ -8,7 +8,7 @@ states of a fresh optimizer before it loads them, in a function of its module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
@@ -61,21 +61,20 @@ def _innermost(optimizer: Optimizer) -> Optimizer:
 
 
 def _has_trained(optimizer: Optimizer) -> bool:
-    return optimizer not in _BEGUN and _of_a_step(optimizer.state)
+    return optimizer not in _BEGUN and _of_a_step(optimizer.state.values())
 
 
-def _of_a_step(states: Mapping[object, object]) -> bool:
+def _of_a_step(states: Iterable[object]) -> bool:
     """Whether some state is of a step. Adagrad's are there before the first one, and count none.
 
     An entry without anything is what a look at `optimizer.state` leaves, which is a defaultdict.
     """
-    held = [state for state in states.values() if not isinstance(state, Mapping) or state]
-    return any(not isinstance(state, Mapping) or bool(state.get("step", 1) != 0) for state in held)
+    return any(not isinstance(state, Mapping) or bool(state and state.get("step", 1) != 0) for state in states)
 
 
 def _is_its_own(optimizer: Optimizer, state_dict: object) -> bool:
     """Whether a state is that which a fresh optimizer has: accelerate gives it to each in `prepare` (optimizer.py)."""
-    if not isinstance(state_dict, dict) or _of_a_step(state_dict.get("state") or {}):
+    if not isinstance(state_dict, dict) or _of_a_step((state_dict.get("state") or {}).values()):
         return False
     return bool(state_dict.get("param_groups") == optimizer.state_dict()["param_groups"])
 

@@ -118,7 +118,7 @@ def _folder(trainer: Trainer, wanted: object) -> str | None:
 
     if wanted is True:
         wanted = get_last_checkpoint(cast(str, trainer.args.output_dir))
-    return os.fspath(wanted) if wanted else None  # type: ignore[call-overload, no-any-return]
+    return os.fspath(wanted) if wanted else None  # type: ignore[call-overload]
 
 
 def refuse_unsafe_checkpoint(trainer: Trainer, folder: str) -> None:

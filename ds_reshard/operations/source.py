@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 
 from ds_reshard.containers import folders
@@ -163,7 +164,25 @@ def _named_in(latest: str, path: str) -> str:
     return tag
 
 
+_OF_RANKS = (
+    (
+        r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin",
+        "has a file for each rank, as accelerate saves FSDP with LOCAL_STATE_DICT or use_dcp=False: none is read here",
+        "load it with accelerate on as many ranks, and save it with SHARDED_STATE_DICT",
+    ),
+    (
+        r"shard-\d+-model-\d+-of-\d+\.safetensors",
+        "has the parts of each rank that HuggingFaceStorageWriter saves with save_distributed=True: none is read here",
+        "load it with HuggingFaceStorageReader, and save it with enable_consolidation=True",
+    ),
+)
+"""Files of accelerate (utils/fsdp_utils.py, 1.15) and of torch (distributed/checkpoint/_hf_utils.py, 2.13)."""
+
+
 def _no_checkpoint(path: str, what: str) -> ReshardError:
+    for pattern, there, mend in _OF_RANKS:
+        if any(re.fullmatch(pattern, name) for name in folders.names(path)):
+            return UnsupportedLayout.of(path, there, mend=mend)
     told = directories(path)
     if told and METADATA not in told:
         what = (

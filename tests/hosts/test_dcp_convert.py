@@ -7,11 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from cases import Model, Run
 from gathered import assert_same, gathered, same_bits
 from saves import UNIVERSAL, Saves
 from test_dcp_reader import EVERYTHING, TIED, assert_loaded
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
+import ds_reshard
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -106,6 +110,20 @@ def test_what_accelerate_gathers_on_one_rank_is_converted(worlds: Any, tmp_path:
     assert all(same_bits(found[key], tensor.view(-1)) for key, tensor in expected.items())
     for rank in worlds[3].run("load", run=Run(3, 3, "fp32"), model=model, folder=str(folder)):
         assert rank["steps"] == loaded[0]["steps"]
+
+
+def test_a_file_for_each_rank_is_refused_by_name(worlds: Any, tmp_path: Path) -> None:
+    """As accelerate saves with use_dcp=False, and as torch's writer of Hugging Face's files does."""
+    folder = tmp_path / "accelerate"
+    given = {"folder": "", "model": Model(), "out": str(folder), "use_dcp": False}
+    worlds[2].run("dcp_jobs.accelerates", **given)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="a file for each rank, as accelerate saves"):
+        inspect(str(folder))
+    parts = str(tmp_path / "parts")
+    writer = HuggingFaceStorageWriter(parts, save_distributed=True)
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(ds_reshard.UnsupportedLayout, match="enable_consolidation=True"):
+        inspect(parts)
 
 
 def test_accelerates_folders_both_ways(worlds: Any, saves: Saves, tmp_path: Path) -> None:

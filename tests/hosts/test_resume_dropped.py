@@ -63,7 +63,7 @@ def test_an_optimizer_that_gets_its_own_state_does_not_resume(worlds: Any) -> No
 
 
 def test_an_engine_that_nobody_built_applies_no_flags(worlds: Any, tmp_path: Path) -> None:
-    """DeepSpeed is hooked where anything imports it; of FSDP2 torch's load fills what is then given to the optimizer."""
+    """DeepSpeed is hooked where anything imports it; torch's load fills what FSDP2's optimizer is then given."""
     for flags, error in ((["--no-load-optim"], "ConfigError"), ([], "")):
         folder = str(tmp_path / (error or "loaded"))
         assert worlds[2].run("dropped_jobs.beside_an_import", folder=folder, flags=flags) == [error] * 2

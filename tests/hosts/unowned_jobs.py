@@ -61,13 +61,7 @@ def save(setup: Setup, kind: str, params: dict[str, Any], folder: str, steps: in
 
 
 def resume(
-    setup: Setup,
-    kind: str,
-    params: dict[str, Any],
-    folder: str,
-    order: str,
-    later: bool = False,
-    asks: bool = True,
+    setup: Setup, kind: str, params: dict[str, Any], folder: str, order: str, later: bool = False, asks: bool = True
 ) -> dict[str, Any]:
     """Resume with the scheduler's state given before, after, or twice; or with a scheduler built `late`.
 

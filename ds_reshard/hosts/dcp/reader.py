@@ -163,8 +163,15 @@ class Filling:
 def _bytes_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
     """What fills a tensor, wherever it lies: alike for the same bytes, and of others by their checksums."""
     return [
-        (copy.record.crc32, copy.record.nbytes, copy.byte_offset - copy.record.byte_offset)
-        + (copy.numel, copy.dtype, copy.element_offset, copy.rows)
+        (
+            copy.record.crc32,
+            copy.record.nbytes,
+            copy.byte_offset - copy.record.byte_offset,
+            copy.numel,
+            copy.dtype,
+            copy.element_offset,
+            copy.rows,
+        )
         for copy in copies
     ]
 
