@@ -318,6 +318,38 @@ def finetuned(late: Late, folder: str) -> dict[str, Any]:
     }
 
 
+class Progress:
+    """What a script registers, to be saved and loaded with all the rest."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def registered_objects(late: Late, folder: str, policies: list[dict[str, Any]]) -> list[tuple[int, list[str]]]:
+    """What a counter that the script has registered, beside the scheduler, says after each load, and what is told."""
+    import ds_reshard
+
+    found = []
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late)
+        run[0].register_for_checkpointing(Progress(7), run[3])
+        train(run, late, 0, 2)
+        run[0].save_state(folder)
+        for policy in policies:
+            again, progress = prepared(late.but(config={"ds_reshard": {"resume": policy}}), seed=99), Progress(0)
+            again[0].register_for_checkpointing(progress, again[3])
+            with heard() as told:
+                again[0].load_state(folder)
+            found.append((progress.steps, [text for text in told if "has registered" in text]))
+    return found
+
+
 def counted_data(
     late: Late, folder: str, saved: dict[str, Any] | None = None, policy: dict[str, Any] | None = None, **loading: bool
 ) -> dict[str, Any]:

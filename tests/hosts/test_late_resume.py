@@ -231,6 +231,16 @@ def test_weights_alone_leave_accelerates_own_states_out(worlds: Any, saves: Any)
         assert told["row"] == (("this run", "--finetune") if rank == 0 else None)
 
 
+def test_what_a_script_has_registered_counts_on_and_is_told(worlds: Any, tmp_path: Path) -> None:
+    """Where the iteration begins anew, by whichever flag; a scheduler among it follows the policy."""
+    policies: list[dict[str, Any]] = [{}, {"finetune": True}, {"iteration": "reset"}]
+    told = worlds[2].run("late_jobs.registered_objects", late=Late(), folder=str(tmp_path), policies=policies)
+    assert [steps for steps, _ in told[0]] == [7, 7, 7] and not any(lines for _, lines in told[1])
+    flags = [[line.split(":")[0] for line in lines] for _, lines in told[0]]
+    assert flags == [[], ['"finetune"'], ['"iteration"']]
+    assert "(Progress)" in told[0][1][1][0], "and no scheduler"
+
+
 def test_a_count_of_batches_is_that_of_as_many_processes(worlds: Any, tmp_path: Path) -> None:
     """With use_stateful_dataloader accelerate goes on by the count of one process, whatever the others have had.
 

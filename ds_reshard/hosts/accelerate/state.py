@@ -186,6 +186,8 @@ def load_state(call: Call) -> object:
     if mine is not None:
         since = saved.since if policy.keeps_position else _updates(mine)
         _TRACKED[accelerator] = replace(mine, began=since)
+    if not policy.keeps_iteration:
+        _warn_of_objects(accelerator, policy)
     if not policy.finetune:
         _agree_on_step(accelerator, where, before)
         _warn_of_another_batch(accelerator, counted, before)
@@ -218,6 +220,19 @@ def _refuse_absent(accelerator: Accelerator, where: str, *, scheduled: bool) -> 
         ours = str(len(accelerator._custom_objects))
         faults.append(CheckpointNotFound.fault(where, what, f"{ours} custom_checkpoint files", str(found), mend=mend))
     raise_faults(faults, subject=f"loading {where}")
+
+
+def _warn_of_objects(accelerator: Accelerator, policy: ResumePolicy) -> None:
+    """Say on rank 0 what has taken its saved state where a policy begins the iteration anew: a script's own counters.
+
+    A scheduler is none: what it makes of a state the policy says.
+    """
+    found = [getattr(one, "scheduler", one) for one in accelerator._custom_objects]
+    names = ", ".join(type(one).__name__ for one in found if kind_of(one) == UNKNOWN)
+    if names and accelerator.is_main_process:
+        flags = ", ".join(policy.asked[key] for key in ("finetune", "iteration") if key in policy.asked)
+        what = "%s: what the script has registered (%s) has the state that was saved, and counts on from there"
+        logger.warning(what, flags, names)
 
 
 @contextmanager
