@@ -258,3 +258,23 @@ def test_a_limit_that_is_none_is_refused(tmp_path: Path, limit: dict[str, int]) 
 def test_what_is_no_checkpoint_is_an_error_before_any_rank_waits(tmp_path: Path) -> None:
     with pytest.raises(ds_reshard.CheckpointNotFound):
         ds_reshard.dcp.Reader(tmp_path)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_tensor_of_two_names_is_filled_once_or_refused(tmp_path: Path, alike: bool) -> None:
+    """Tied weights have two names. What was saved untied does not go into them: torch has the last name win."""
+    torch.manual_seed(0)
+    first = torch.randn(300, 200)
+    second = first.clone() if alike else torch.randn(300, 200)
+    folder = str(tmp_path / "saved")
+    dcp.save({"model": {"embed.weight": first, "head.weight": second}}, checkpoint_id=folder, no_dist=True)
+    tied = torch.zeros(300, 200)
+    reader = ds_reshard.dcp.Reader(folder)
+    wanted = {"model": {"embed.weight": tied, "head.weight": tied}}
+    if alike:
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+        assert torch.equal(tied, first) and reader.bytes_read < 2 * first.nbytes
+        return
+    with pytest.raises(CheckpointException, match=r"head\.weight: is one tensor with model\.embed\.weight in this run"):
+        dcp.load(wanted, storage_reader=reader, no_dist=True)
+    assert not tied.any()
