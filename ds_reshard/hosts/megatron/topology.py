@@ -129,6 +129,11 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
 
     `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own.
     """
+    tied = [
+        "" if arguments.get("untie_embeddings_and_output_weights") else "tied" for arguments in (saved.arguments, run)
+    ]
+    if tied[0] != tied[1]:
+        return [f"embeddings {tied[0] or 'not tied'} as saved, {tied[1] or 'not tied'} now"]
     if saved.whole and not optimizer:
         return []
     told = "experts have an optimizer of their own in one of the two runs alone"

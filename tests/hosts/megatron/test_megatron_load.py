@@ -222,6 +222,18 @@ def test_weights_alone_of_stages_that_are_laid_out_otherwise(saved: Saved, relea
     assert row is not None and row["because"] == "other layers of each pipeline stage"
 
 
+@pytest.mark.parametrize(("before", "now", "form"), [("B", "BT", "torch"), ("B", "BT", "whole"), ("BT", "B", "whole")])
+def test_embeddings_that_were_tied_or_not(saved: Saved, releases: Any, before: str, now: str, form: str) -> None:
+    """Of untied ones Megatron drops the output layer, or keeps it beside an embedding that it is no copy of."""
+    folder = saved("0.19.2", before, ("pp2", "sharded"), form)
+    if before == "B":
+        alone = _load(releases, "0.19.2", now, ("pp2", "sharded"), folder, hooks=False)
+        assert any("word_embeddings" in text for one in alone for text in one["wrong"]) is (form == "torch")
+    told = _load(releases, "0.19.2", now, ("pp2", "sharded"), folder, function="load_jobs:refused")
+    refused = ("ModelMismatch", [], {"output_layer.weight"})
+    assert [(one["refused"], one["changed"], set(one["where"])) for one in told] == [refused] * 2
+
+
 @pytest.mark.parametrize("now", ["pp2", "layout of the same"])
 def test_stages_of_format_torch_in_a_run_that_saves_another(saved: Saved, releases: Any, now: str) -> None:
     """Every rank then reads the first stage's file, too: what that says of groups is no other stage's."""

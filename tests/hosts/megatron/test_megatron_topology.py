@@ -129,6 +129,18 @@ def test_whether_experts_have_an_optimizer_of_their_own_is_told_by_what_was_save
     assert topology.reasons(_saved("torch"), RUN, optimizer=True, apart=False) == []
 
 
+@pytest.mark.parametrize("form", (*FORMS, "plain"))
+@pytest.mark.parametrize("optimizer", [False, True])
+def test_embeddings_that_are_tied_in_one_of_the_two_runs(form: str, optimizer: bool) -> None:
+    """Megatron leaves the output layer out, or as it was made; of two stages each has its own, as if they were tied."""
+    plain = {"use_distributed_optimizer": form != "plain"}
+    for before, now in ((True, False), (False, True)):
+        saved = _saved(form, untie_embeddings_and_output_weights=before, **plain)
+        run = {**RUN, "untie_embeddings_and_output_weights": now, **plain}
+        (why,) = reasons(saved, run, optimizer=optimizer)
+        assert why == ("embeddings not tied as saved, tied now" if before else "embeddings tied as saved, not tied now")
+
+
 def test_sharding_types_that_are_not_read() -> None:
     """Those of which Megatron's own error does not tell the reason are refused here, by opening them."""
     told = {kind: reasons(_saved(kind), RUN, optimizer=True) for kind in ("fully_sharded_model_space", "of 0.30")}
