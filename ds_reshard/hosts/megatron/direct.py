@@ -56,7 +56,7 @@ from ds_reshard.resume.policy import ResumePolicy, differences, policy_differenc
 from ds_reshard.resume.report import unwritable
 
 Base = tuple[object, str, bool, object]
-_MODEL = "build the model that was saved: compare the arguments of both runs"
+MODEL = "build the model that was saved: compare the arguments of both runs"
 _TP, _PP, _EP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
 _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 
@@ -337,7 +337,7 @@ def _left_over(taken: Taken, weights: frozenset[str], trained: frozenset[str]) -
     layout, folder = taken.source.layout, taken.saved.folder
     for name in sorted({key.name for key in layout.placements if key.kind == WEIGHT} - weights):
         what = "is in the checkpoint, and no rank of this run has such a tensor"
-        yield ModelMismatch.fault(name, what, "the tensors of this run", folder, mend=_MODEL)
+        yield ModelMismatch.fault(name, what, "the tensors of this run", folder, mend=MODEL)
     if taken.shares is not None:
         saved = {key.name for key in layout.placements if key.kind != WEIGHT}
         for name in sorted(saved ^ trained):
@@ -453,7 +453,7 @@ def _weight(source: Checkpoint, piece: Piece, faults: list[Fault]) -> TensorKey 
     there = {key: source.layout[key].dtype for key in keys if key in source.layout}
     if keys[0] not in there:
         what = "is a tensor of this run, and the checkpoint has none of that name"
-        faults.append(ModelMismatch.fault(piece.name, what, "that name", source.folder, mend=_MODEL))
+        faults.append(ModelMismatch.fault(piece.name, what, "that name", source.folder, mend=MODEL))
         return None
     wanted = element_type(piece.tensor.dtype)
     for key, dtype in there.items():
@@ -465,7 +465,7 @@ def _weight(source: Checkpoint, piece: Piece, faults: list[Fault]) -> TensorKey 
     if wanted is ElementType.FLOAT32 and there[keys[0]] in _SIXTEEN:
         return keys[0]
     types = there[keys[0]].label, wanted.label
-    faults.append(ModelMismatch.fault(piece.name, "is of another type in the checkpoint", *types, mend=_MODEL))
+    faults.append(ModelMismatch.fault(piece.name, "is of another type in the checkpoint", *types, mend=MODEL))
     return None
 
 
@@ -476,7 +476,7 @@ def _fits(
     shape, mine = source.layout[key].shape, piece.shape
     if shape == mine:
         return True
-    what, mend = "has another shape in the checkpoint", _MODEL
+    what, mend = "has another shape in the checkpoint", MODEL
     if piece.padded and shape[1:] == mine[1:]:
         if same_vocabulary(shape[0], mine[0], (saved.arguments, run), _tokens()):
             return True

@@ -138,6 +138,7 @@ class Load:
     name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
     that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
     `finetune` alone. `matched` are the optimizers whose saved groups have been looked at, with these in live order.
+    `models` are the chunks of the model.
     `scanned` is the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors.
     """
 
@@ -152,6 +153,7 @@ class Load:
     matched: list[tuple[Optimizer, list[Group]]] = field(default_factory=list)
     scanned: str = ""
     taken: Taken | None = None
+    models: object | None = None
     warnings: list[str] = field(default_factory=list)
 
 

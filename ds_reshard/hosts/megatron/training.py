@@ -23,7 +23,7 @@ import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
@@ -42,7 +42,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.megatron.direct import take
+from ds_reshard.hosts.megatron.direct import MODEL, take
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
@@ -64,6 +64,11 @@ from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
 from ds_reshard.resume.report import because
 
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    import torch
+
 logger = logging.getLogger("ds_reshard")
 
 Result = tuple[int, object]
@@ -84,7 +89,7 @@ def load_checkpoint(call: Call) -> Result:
         return result
     arguments = _arguments()
     policy, where = policy_of(arguments), getattr(arguments, "load", None)
-    load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where))
+    load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where), models=call["ddp_model"])
     before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}
     with watched("megatron", str(where) if where else None):
         try:
@@ -245,7 +250,10 @@ def load_base_checkpoint(call: Call) -> Base:
     load.where = _folder(name) if isinstance(name, str) else f"the local checkpoint of iteration {name[0]}"
     load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
     try:
-        faults = look(load, state, release, kind, arguments, first=bool(call.arguments.get("rank0")))
+        first = bool(call.arguments.get("rank0"))
+        faults = look(load, state, release, kind, arguments, first=first)
+        if getattr(kind, "name", "") == "LEGACY" and load.taken is None and not first:
+            faults += other_weights(load, state)
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -312,6 +320,41 @@ def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: obje
     if policy.loads_moments and all(kinds) and kinds[0] != kinds[1]:
         what, mend = "is another than in the saving run", "build the optimizer that was saved, or add --no-load-optim"
         yield ModelMismatch.fault("--optimizer", what, *kinds, mend=mend)
+
+
+def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
+    """What of format `torch` is not the model's own weights by name and shape; with `--finetune` names are a warning.
+
+    Megatron puts in what is of its names and goes on, and stops at another shape when others are in
+    (`load_model_state_dict` of training/checkpointing.py, 0.18.2 and 0.19.2: strict, and then not).
+    """
+    from megatron.core.utils import unwrap_model
+
+    names, shapes = list[Fault](), list[Fault]()
+    models = cast("list[torch.nn.Module]", unwrap_model(load.models))
+    for number, model in enumerate(models):
+        held = state.get("model" if len(models) == 1 else f"model{number}")
+        told = {str(name): one for name, one in held.items() if _is_weight(one)} if isinstance(held, Mapping) else {}
+        own = dict(model.named_parameters(remove_duplicate=False))
+        known = own | dict(model.named_buffers(remove_duplicate=False))
+        for name in sorted(own.keys() - told.keys()):
+            what = "is a tensor of this run, and the checkpoint has none of that name"
+            names.append(ModelMismatch.fault(name, what, "that name", load.where, mend=MODEL))
+        for name in sorted(told.keys() - known.keys()):
+            what = "is in the checkpoint, and this run has no such tensor"
+            names.append(ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=MODEL))
+        for name in sorted(told.keys() & own.keys()):
+            sides = [str(list(one.shape)) for one in (told[name], own[name])]
+            if sides[0] != sides[1]:
+                shapes.append(ModelMismatch.fault(name, "has another shape in the checkpoint", *sides, mend=MODEL))
+    if load.policy.finetune and names:
+        load.warnings.append("; ".join(f"{fault.where}: {fault.what}" for fault in names))
+        names = []
+    return names + shapes
+
+
+def _is_weight(value: object) -> TypeGuard[torch.Tensor]:
+    return bool(getattr(getattr(value, "dtype", None), "is_floating_point", False))
 
 
 def _folder(name: str) -> str:

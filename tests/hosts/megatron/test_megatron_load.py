@@ -234,6 +234,44 @@ def test_embeddings_that_were_tied_or_not(saved: Saved, releases: Any, before: s
     assert [(one["refused"], one["changed"], set(one["where"])) for one in told] == [refused] * 2
 
 
+OTHERS = {
+    "--add-qkv-bias --no-load-optim": "linear_qkv.bias",
+    "--add-qkv-bias --finetune": "",
+    "--add-qkv-bias": "linear_qkv.bias",
+    "--ffn-hidden-size 32": "linear_fc1.weight",
+    "--ffn-hidden-size 32 --finetune": "linear_fc1.weight",
+}
+
+
+@pytest.mark.parametrize("more", OTHERS)
+def test_weights_of_format_torch_that_are_not_the_models(saved: Saved, releases: Any, more: str) -> None:
+    """Under one topology Megatron leaves tensors as they were made that it finds under no name, and says nothing.
+
+    Or it stops at another shape, when other weights are in.
+    """
+    folder = saved("0.19.2", "B", ("one", "sharded"), "torch")
+    if "--no-load-optim" in more:
+        (alone,) = _load(releases, "0.19.2", "B", ("one", "sharded"), folder, more, hooks=False)
+        assert any(text.startswith("weight") and OTHERS[more] in text for text in alone["wrong"])
+    if not OTHERS[more]:
+        (told,) = _load(releases, "0.19.2", "B", ("one", "sharded"), folder, more)
+        assert any("linear_qkv.bias: is a tensor of this run" in text for text in told["report"]["warnings"])
+        return
+    (told,) = _load(releases, "0.19.2", "B", ("one", "sharded"), folder, more, function="load_jobs:refused")
+    assert (told["refused"], told["changed"]) == ("ModelMismatch", [])
+    assert any(OTHERS[more] in where for where in told["where"])
+
+
+def test_what_of_format_torch_the_model_has_not(saved: Saved, releases: Any) -> None:
+    """Biases, which Megatron drops."""
+    folder = saved("0.19.2", "A", ("one", "sharded"), "torch")
+    more = "--disable-bias-linear --no-load-optim"
+    assert _load(releases, "0.19.2", "A", ("one", "sharded"), folder, more, hooks=False)
+    (told,) = _load(releases, "0.19.2", "A", ("one", "sharded"), folder, more, function="load_jobs:refused")
+    assert (told["refused"], told["changed"]) == ("ModelMismatch", [])
+    assert "linear_fc2.bias: is in the checkpoint, and this run has no such tensor" in told["message"]
+
+
 @pytest.mark.parametrize("now", ["pp2", "layout of the same"])
 def test_stages_of_format_torch_in_a_run_that_saves_another(saved: Saved, releases: Any, now: str) -> None:
     """Every rank then reads the first stage's file, too: what that says of groups is no other stage's."""
