@@ -171,6 +171,7 @@ class _Forecasting:
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
         raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
+        tokens = self._tokens(arguments)
         self.why = decided_by(saved, arguments, self.wanted, _apart(self.run)) or []
         if self.why:
             self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
@@ -178,7 +179,7 @@ class _Forecasting:
             raise_faults(unfit, subject=f"loading {saved.folder}")
         self._open(saved, arguments, load)
         self.faults += _other_model(saved, arguments, taken=bool(self.why), optimizer=self.wanted)
-        self._compare_vocabulary(saved, arguments)
+        self._compare_vocabulary(saved, tokens)
         load.scheduler = _scheduler(words, arguments)
         odd = [(name, why) for name, why in UNDRAWN.items() if getattr(arguments, name, None)]
         self.notes += [f"--{name.replace('_', '-')}: {why}: rates are not foreseen" for name, why in odd]
@@ -244,24 +245,26 @@ class _Forecasting:
         if self.why and self.wanted:
             self.notes.append("that each weight is the cast of its master, the load proves: --deep proves it here")
 
-    def _compare_vocabulary(self, saved: Saved, arguments: Namespace) -> None:
-        """The rows of embeddings, which follow the tokenizer: Megatron builds it."""
+    def _tokens(self, arguments: Namespace) -> int | None:
+        """The vocabulary of the tokenizer, which Megatron builds, and with it how many rows embeddings have."""
         from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 
-        rows, tokens = saved.arguments.get("padded_vocab_size"), None
         try:
             tokens = getattr(build_tokenizer(arguments), "vocab_size", None)
-            now = arguments.padded_vocab_size
         except Exception as error:  # of a tokenizer, which is anybody's
             said = " ".join(str(error).split())[:200]
             self.notes.append(
                 f"the vocabulary is not compared: its tokenizer fails with {type(error).__name__}: {said}"
             )
+            return None
+        return tokens if isinstance(tokens, int) else None
+
+    def _compare_vocabulary(self, saved: Saved, tokens: int | None) -> None:
+        """The rows of embeddings, where ds_reshard fills them."""
+        rows, now = (held.get("padded_vocab_size") for held in (saved.arguments, self.run))
+        if not self.why or not isinstance(rows, int) or not isinstance(now, int) or rows == now:
             return
-        tokens = tokens if isinstance(tokens, int) else None
-        if rows == now or (saved.whole and not self.why) or not isinstance(rows, int):
-            return
-        if not self.why or not same_vocabulary(rows, now, (saved.arguments, self.run), tokens):
+        if not same_vocabulary(rows, now, (saved.arguments, self.run), tokens):
             what = "is another: the rows are no padding of the same one"
             mend = "give the tokenizer and the sizes of the vocabulary that were saved"
             self.faults.append(ModelMismatch.fault("the vocabulary", what, str(rows), str(now), mend=mend))

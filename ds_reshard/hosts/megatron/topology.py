@@ -159,6 +159,9 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     stages = [_stages(arguments) for arguments in (saved.arguments, run)]
     if stages[0] != stages[1] and not found:
         found.append("other layers of each pipeline stage")
+    rows = [arguments.get("padded_vocab_size") for arguments in (saved.arguments, run)]
+    if all(rows) and rows[0] != rows[1] and not found:
+        found.append(f"a vocabulary padded to {rows[0]} rows as saved, to {rows[1]} now")
     layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
     if layers[0] != layers[1]:
         found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")

@@ -262,6 +262,20 @@ def test_weights_of_format_torch_that_are_not_the_models(saved: Saved, releases:
     assert any(OTHERS[more] in where for where in told["where"])
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "form"), [("sharded", "torch"), ("sharded", "buckets"), ("sharded", "whole"), ("bf16", "torch")]
+)
+def test_a_vocabulary_that_is_padded_otherwise(saved: Saved, releases: Any, optimizer: str, form: str) -> None:
+    """Under one topology: 104 rows as saved, 128 now. Megatron does it right in model space alone."""
+    folder, side = saved("0.19.2", "B", ("one", optimizer), form), ("one", optimizer)
+    told = _load(releases, "0.19.2", "B", side, folder, "--make-vocab-size-divisible-by 64")
+    assert _is_right(told), [one["wrong"][:4] for one in told]
+    row, states = _row(told[0], "tensors read by"), _row(told[0], "random states")
+    why = "" if form == "whole" else "a vocabulary padded to 104 rows as saved, to 128 now"
+    assert (row["because"] if row is not None else "") == why
+    assert states is not None and states["used"] == "from the checkpoint"
+
+
 def test_what_of_format_torch_the_model_has_not(saved: Saved, releases: Any) -> None:
     """Biases, which Megatron drops."""
     folder = saved("0.19.2", "A", ("one", "sharded"), "torch")

@@ -47,6 +47,8 @@ GOOD = [
     (FOUR, "buckets", G + "--no-load-optim", 1, "Megatron-LM"),
     (FOUR, "torch", G + "--no-load-optim", 1, "ds_reshard"),
     (FOUR, "torch", G + "--finetune", 1, "ds_reshard"),
+    (FOUR, "buckets", G + TP + PP + "--make-vocab-size-divisible-by 64", 4, "ds_reshard"),
+    (FOUR, "model_space", G + TP + PP + "--make-vocab-size-divisible-by 64", 4, "Megatron-LM"),
     (FOUR, "buckets", G + "--load-masters-only", 1, "ds_reshard"),
     (FOUR, "buckets", G + "--lr 1e-3 --override-opt-param-scheduler", 1, "ds_reshard"),
     (FOUR, "buckets", G + "--lr 1e-3 --use-checkpoint-opt-param-scheduler", 1, "ds_reshard"),

@@ -31,6 +31,7 @@ RUN = {
     "expert_model_parallel_size": 1,
     "data_parallel_size": 2,
     "transformer_impl": "local",
+    "padded_vocab_size": 128,
     "use_distributed_optimizer": True,
     "untie_embeddings_and_output_weights": True,
 }
@@ -58,6 +59,7 @@ TAKEN = {
     "layers of transformer_engine as saved, of local now": {"transformer_impl": "transformer_engine"},
     "weights of bf16 with gradients of bf16 as saved, weights of fp32 with gradients of fp32 now": {"bf16": True},
     "other buckets of gradients": BUCKETS,
+    "a vocabulary padded to 64 rows as saved, to 128 now": {"padded_vocab_size": 64},
 }
 OF_STATES = ("other buckets", "weights of")
 
