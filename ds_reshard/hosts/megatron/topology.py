@@ -165,6 +165,9 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
     if layers[0] != layers[1]:
         found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")
+    experts = [_grouped(arguments) for arguments in (saved.arguments, run)]
+    if experts[0] is not experts[1] and not found:
+        found.append("the experts' matrices grouped (moe_grouped_gemm) in one of the two runs alone")
     types = [_types(arguments) for arguments in (saved.arguments, run)]
     if optimizer and saved.distributed and types[0] != types[1]:
         found.append(f"{types[0]} as saved, {types[1]} now")
@@ -193,6 +196,15 @@ def _stages(arguments: Mapping[str, object]) -> tuple[object, ...]:
     """Which layers each pipeline stage has; where the layout puts those of multi-token prediction, its own words."""
     apart = arguments.get("pipeline_model_parallel_layout") if arguments.get("mtp_num_layers") else None
     return layers_of(arguments), apart
+
+
+def _grouped(arguments: Mapping[str, object]) -> bool:
+    """Whether each kind of matrix of all experts lies together, and not each expert: local layers know no other way.
+
+    core/models/backends.py, `grouped_mlp_modules`, 0.18.2 and 0.19.2.
+    """
+    told = arguments.get("num_experts") and arguments.get("moe_grouped_gemm")
+    return bool(told) and arguments.get("transformer_impl") != "local"
 
 
 def _types(arguments: Mapping[str, object]) -> str:

@@ -112,6 +112,23 @@ def test_experts() -> None:
     assert reasons(_saved("dp_reshardable", expert_model_parallel_size=2), RUN, optimizer=True) == []
 
 
+def test_experts_whose_matrices_lie_otherwise() -> None:
+    """Names in `torch`, and the order in flat buckets, are others; sizes are not, so Megatron would say nothing."""
+    te = {"num_experts": 4, "transformer_impl": "transformer_engine"}
+    for layers, taken in (
+        (te, True),
+        ({**te, "transformer_impl": "local"}, False),
+        ({**te, "num_experts": None}, False),
+    ):
+        told = []
+        for before, now in ((True, False), (False, True)):
+            run = {**RUN, **layers, "moe_grouped_gemm": now}
+            told.append(
+                [reasons(_saved(form, **layers, moe_grouped_gemm=before), run, optimizer=True) for form in FORMS]
+            )
+        assert [[bool(why) for why in forms] for forms in told] == [[taken, taken, False]] * 2
+
+
 def test_whether_experts_have_an_optimizer_of_their_own_is_told_by_what_was_saved() -> None:
     """And by what is live, not by arguments alone: releases differ in it. Of the plain optimizer as of others."""
     alone = {"num_experts": 8, "expert_tensor_parallel_size": 1}
