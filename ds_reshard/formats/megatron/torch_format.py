@@ -43,6 +43,7 @@ FLAT_FILE = "distrib_optim.pt"
 _FAMILY = "model-parallel ranks"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
 LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+_OTHER_LAYER = re.compile(r"(?!decoder\.layers\.)(?:.*\.)?layers\.\d+\..+")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _COLUMNS = re.compile(
     r"(?:.*\.)?(linear_qkv|linear_fc1)\.(weight|bias)|embedding\.word_embeddings\.weight|output_layer\.weight"
@@ -358,6 +359,11 @@ def _pieces(rank: _Rank, faults: list[Fault]) -> Iterator[_Piece]:
     models, count = rank.models, size_of(rank.arguments, "virtual_pipeline_model_parallel_size")
     if len(models) != count:
         faults.append(_damaged(rank.path, "holds another number of model chunks", str(count), str(len(models))))
+        return
+    odd = next((str(name) for model in models for name in model if _OTHER_LAYER.fullmatch(str(name))), None)
+    if odd is not None and len(rank.layers) > 1:  # each stage counts its own from 0
+        what = f"{odd}: which layer of the whole model it is, is not known of several stages"
+        faults.append(UnsupportedLayout.fault(rank.path, what, mend=_SAVE_DIST))
         return
     chunks = [list(_weights(rank, number, model, faults)) for number, model in enumerate(models)]
     yield from (piece for chunk in chunks for piece in chunk)

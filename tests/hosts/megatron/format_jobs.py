@@ -55,6 +55,26 @@ def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> di
     return {}
 
 
+def save_bert(arguments: str, saves: list[dict[str, Any]]) -> dict[str, Any]:
+    """The same of a model whose layers are an encoder's."""
+    import small_gpt
+
+    def bert(pre_process: bool = True, post_process: bool = True, config: Any = None, **more: Any) -> Any:
+        from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+        from megatron.core.models.bert.bert_model import BertModel
+        from megatron.training import get_args
+        from megatron.training.argument_utils import core_transformer_config_from_args
+
+        args = get_args()
+        config = core_transformer_config_from_args(args) if config is None else config
+        sizes = {"vocab_size": args.padded_vocab_size, "max_sequence_length": args.max_position_embeddings}
+        ends = {"pre_process": pre_process, "post_process": post_process, "share_embeddings_and_output_weights": True}
+        return BertModel(config, 2, bert_layer_local_spec, **sizes, **ends)
+
+    small_gpt._model = bert
+    return save(arguments, saves)
+
+
 def save_fsdp(arguments: str, folder: str) -> dict[str, Any]:
     """What Megatron-FSDP saves, of a model as it is made: weights are the masters, and moments zero."""
     import os

@@ -15,7 +15,7 @@ import torch
 from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
 from releases import WITH_TRAINING
-from saved_worlds import DISTRIBUTED, FLAGS, GATED, TP, WORLDS, Saved
+from saved_worlds import DISTRIBUTED, FLAGS, GATED, PP, TP, WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -286,6 +286,16 @@ def test_a_folder_that_the_arguments_do_not_call_for(saved: Saved, tmp_path: Pat
     shutil.copytree(folder / "mp_rank_01_001", folder / "mp_rank_02_001")
     with pytest.raises(CheckpointDamaged, match="mp_rank_02_001"):
         open_checkpoint(find_listing(str(folder), None))
+
+
+@pytest.mark.parametrize(("ranks", "stages"), [(1, ""), (2, PP)])
+def test_layers_that_are_no_decoders(releases: Any, tmp_path: Path, ranks: int, stages: str) -> None:
+    """Those of several stages have the same names, and are not taken for copies of each other."""
+    saves = [{"save": str(tmp_path), **FLAGS["torch"]}]
+    releases["0.19.2"].run("format_jobs:save_bert", ranks=ranks, arguments=DISTRIBUTED + stages, saves=saves)
+    for told in (tools.inspect(str(tmp_path)), tools.verify(str(tmp_path), deep=True)):
+        assert {fault.error for fault in told.faults} == ({"UnsupportedLayout"} if stages else set())
+        assert all(fault.what.startswith("encoder.layers.0.") for fault in told.faults)
 
 
 def test_an_empty_folder_is_no_ranks(saved: Saved, tmp_path: Path) -> None:
