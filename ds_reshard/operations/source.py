@@ -109,7 +109,8 @@ def find_listing(path: str, tag: str | None) -> Found:
     folder = next(filter(folders.is_folder, places), places[0])
     found = _found(folder) if folders.is_folder(folder) else None
     if found is None and file:
-        raise _no_checkpoint(path, f"has a file {file!r} that names no checkpoint there, {tag!r}")
+        there = any(name.endswith(".distcp") for name in folders.names(folder)) if folders.is_folder(folder) else False
+        raise _no_checkpoint(folder if there else path, f"has a file {file!r} that names no checkpoint there, {tag!r}")
     if found is None:
         told = f"has no DeepSpeed checkpoint in its tag {tag!r}" if folders.is_folder(folder) else f"has no tag {tag!r}"
         raise _no_checkpoint(path, told)

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-from ds_reshard.containers.dcp_directory import is_megatrons
+from ds_reshard.containers import folders
+from ds_reshard.containers.dcp_directory import BACKEND, backend_of, is_megatrons
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.adoption import adopt
 from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, iteration_name
@@ -194,7 +195,17 @@ _NO_RANDOM = "no random states are written: those of the coming run are what its
 def _list(folder: str) -> SavedListing | None:
     if is_megatrons(folder):
         return list_torch_dist(folder)
-    return list_torch_format(folder) if is_torch_format(folder) else None
+    if is_torch_format(folder):
+        return list_torch_format(folder)
+    backend = backend_of(folder) if BACKEND in folders.names(folder) else None
+    if backend is not None and backend != "torch_dist":
+        what, mend = (
+            f"is a checkpoint of format {backend[:40]}",
+            "load it with the Megatron-LM that saved it, and save it",
+        )
+        fault = UnsupportedLayout.fault(folder, what, "torch_dist", mend=f"{mend} with --ckpt-format torch_dist")
+        raise_faults([fault], subject=f"checkpoint {folder}")
+    return None
 
 
 def _open(folder: str) -> TorchDist | TorchFormat:

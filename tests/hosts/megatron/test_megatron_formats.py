@@ -180,6 +180,28 @@ def test_a_folder_of_another_backend(saved: Saved, tmp_path: Path, text: str, er
         tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=1)
 
 
+@pytest.mark.parametrize(
+    ("left", "text", "error", "said"),
+    [
+        ("common_state", '{"sharded_backend": "zarr"}', UnsupportedLayout, "format zarr"),
+        ("__", '{"sharded_backend": "torch_dist"}', CheckpointNotFound, "the save did not end"),
+    ],
+)
+def test_a_folder_without_a_directory(
+    saved: Saved, tmp_path: Path, left: str, text: str, error: Any, said: str
+) -> None:
+    """Which the tracker names: the format's name, or that it is a part, and not that nothing is there."""
+    folder = _copied(saved, tmp_path)
+    for file in folder.iterdir():
+        if not file.name.startswith(left):
+            file.unlink()
+    (folder / "metadata.json").write_text(text, encoding="utf-8")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(ITERATION), encoding="utf-8")
+    for path in (tmp_path, folder):
+        with pytest.raises(error, match=said):
+            tools.inspect(str(path))
+
+
 @pytest.mark.parametrize("key", ["output_layer.weight", "optimizer.state.exp_avg.decoder.layers.mlp.linear_fc1.weight"])
 @pytest.mark.parametrize("change", ["hole", "overlap"])
 def test_chunks_that_leave_a_hole_or_overlap(saved: Saved, tmp_path: Path, key: str, change: str) -> None:
