@@ -33,6 +33,7 @@ _SIZES = {
     "expert_model_parallel_size": "expert-parallel size",
     "expert_tensor_parallel_size": "tensor-parallel size of experts",
 }
+_UNTIED = "untie_embeddings_and_output_weights"
 _MEGATRONS = (None, "dp_zero_gather_scatter")
 """Sharding types that are not read here, and that Megatron loads or refuses; of others it does not tell the reason."""
 _LEAST_VERSION = 3.0
@@ -129,11 +130,10 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
 
     `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own.
     """
-    tied = [
-        "" if arguments.get("untie_embeddings_and_output_weights") else "tied" for arguments in (saved.arguments, run)
-    ]
-    if tied[0] != tied[1]:
-        return [f"embeddings {tied[0] or 'not tied'} as saved, {tied[1] or 'not tied'} now"]
+    names = {True: "not tied", False: "tied"}
+    tied = [names[bool(arguments.get(_UNTIED))] for arguments in (saved.arguments, run)]
+    if _UNTIED in saved.arguments and tied[0] != tied[1]:
+        return [f"embeddings {tied[0]} as saved, {tied[1]} now"]
     if saved.whole and not optimizer:
         return []
     told = "experts have an optimizer of their own in one of the two runs alone"
@@ -179,7 +179,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
 def may_be_shifted(saved: Saved) -> bool:
     """Whether it is of the kind that Megatron saves wrong where its buckets are padded (`saves`)."""
     arguments = saved.arguments
-    tied = not arguments.get("untie_embeddings_and_output_weights")
+    tied = not arguments.get(_UNTIED)
     several = _buckets(arguments) is not None or (tied and size_of(arguments, "pipeline_model_parallel_size") > 1)
     return saved.distributed and saved.sharding == "fully_reshardable" and several
 
