@@ -163,13 +163,18 @@ def layers_of(arguments: Mapping[str, object]) -> dict[tuple[int, int], range] |
     """The layers of each pipeline stage and model chunk; None where the sizes do not divide.
 
     Each chunk is dealt out to all stages, before the next (`get_num_layers_to_build`, core/transformer/
-    transformer_block.py, and `get_transformer_layer_offset`, transformer_layer.py, 0.16.1 to 0.19.2).
+    transformer_block.py, and `get_transformer_layer_offset`, transformer_layer.py, 0.16.1 to 0.19.2); a hybrid model's
+    pattern may say which (`select_pipeline_segment`, core/models/hybrid/hybrid_layer_allocation.py, 0.19.2).
     """
     layers, layout = arguments.get("num_layers"), arguments.get("pipeline_model_parallel_layout")
     pp, vp = (size_of(arguments, f"{name}pipeline_model_parallel_size") for name in ("", "virtual_"))
     if not isinstance(layers, int):
         return None
-    counts = _laid_out(str(layout)) if layout else _dealt_out(arguments, layers, pp, vp)
+    pattern = str(arguments.get("hybrid_layer_pattern") or "").partition("/")[0]  # behind it are those of MTP
+    if layout or "|" in pattern:
+        counts = _laid_out(str(layout)) if layout else [len(stage) for stage in pattern.split("|")]
+    else:
+        counts = _dealt_out(arguments, layers, pp, vp)
     if len(counts) != pp * vp or sum(counts) != layers or min(counts) < 0:
         return None
     spans = (range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
