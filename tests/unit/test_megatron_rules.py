@@ -20,7 +20,7 @@ from ds_reshard.formats.megatron.flat_states import (
     unsupported,
 )
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
-from ds_reshard.formats.megatron.torch_dist import _incomplete, _of_fragments, _sharding, _unread
+from ds_reshard.formats.megatron.torch_dist import _contradictions, _incomplete, _of_fragments, _sharding, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.model.layout import TensorKey, tiled
 from ds_reshard.model.records import ElementType
@@ -318,3 +318,14 @@ def test_a_save_without_the_optimizer_is_of_no_sharding_type() -> None:
         for where in ("tensors", "objects"):
             held: Any = [SimpleNamespace(**{"tensors": {}, "objects": {}, where: one}) for one in keys]
             assert [_sharding(common, directory, told) for directory in held] == expected
+
+
+@pytest.mark.parametrize("name", ["", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"])
+def test_a_layer_of_no_ops_has_no_tensors(name: str) -> None:
+    """Where layers differ by a configuration; elsewhere a layer is lacking then. None is beyond their number."""
+    for layers, lacking in (((0, 1, 3), not name), ((0, 1, 2, 4), True), ((0, 1, 2, 3), False)):
+        weights: Any = {
+            TensorKey(name=f"decoder.layers.{layer}.mlp.linear_fc1.weight", kind="weight"): 0 for layer in layers
+        }
+        found = list(_contradictions("here", {"num_layers": 4, **({name: "x"} if name else {})}, weights))
+        assert [fault.what for fault in found] == ["args.num_layers is not the number of layers"] * lacking

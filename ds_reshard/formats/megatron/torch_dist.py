@@ -305,7 +305,10 @@ def _contradictions(
     """What the run's arguments say otherwise than the tensors."""
     numbers = {name.split(".")[2] for name, *_ in placements if re.match(r"decoder\.layers\.\d+\.", name)}
     layers, rows = arguments.get("num_layers"), arguments.get("padded_vocab_size")
-    if isinstance(layers, int) and numbers and numbers != set(map(str, range(layers))):
+    known = set(map(str, range(layers))) if isinstance(layers, int) else numbers
+    if any(arguments.get(f"heterogeneous_layers_config_{name}") for name in ("path", "encoded_json")):
+        known = known & numbers or known  # a layer of which attention and MLP are no-ops has no tensor
+    if numbers and numbers != known:
         yield damaged(folder, "args.num_layers is not the number of layers", str(layers), str(len(numbers)))
     for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         held = placements.get(TensorKey(name=name, kind=WEIGHT))
