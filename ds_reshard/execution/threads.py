@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -104,9 +104,15 @@ class ThreadExecutor:
                 files = OpenFiles(batch.record.path for batch in batches)
                 work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
                 left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
+                jobs: list[Future[None]] = []
                 with files:
-                    for done in [pool.submit(work.run_all, left) for _ in range(min(threads, len(batches)))]:
-                        done.result()
+                    try:
+                        jobs += (pool.submit(work.run_all, left) for _ in range(min(threads, len(batches))))
+                        for done in jobs:
+                            done.result()
+                    finally:  # of an interruption, or an error, too: no thread takes another, or reads a closed file
+                        deque(left, maxlen=0)
+                        wait(jobs)
         outcome.faults += changed_faults(remote) if remote and not self._looks else []
         return outcome
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
+import time
 from dataclasses import replace
 
 import pytest
@@ -177,6 +180,28 @@ def test_files_are_closed_when_a_target_breaks(tmp_path):
     with pytest.raises(RuntimeError, match="broken target"):
         executor.execute(one_by_one(record, 25, every=2), targets)
     assert open_files() == before
+
+
+@pytest.mark.parametrize("ends", ["interrupted", "an error"])
+def test_what_ends_the_work_of_one_thread_ends_the_others(tmp_path, ends):
+    """Ctrl-C, or an error of one thread: of a hundred parts the others read no more than those that they have begun."""
+    record = write_record(str(tmp_path), "file", bytes(100 * 4096))
+    seen = []
+
+    def saw(copies, views):
+        seen.append(len(copies))
+        if len(seen) == 3 and ends == "an error":
+            raise MemoryError
+        if len(seen) == 3:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.02)
+
+    executor = ThreadExecutor(threads=2, memory_nbytes=2 * 4096, checksum=True, saw=saw)
+    plan = Plan(copies=(Copy(record, record.byte_offset, 100 * 4096, UINT8, "all", 0, UINT8),))
+    before = open_files()
+    with pytest.raises(KeyboardInterrupt if ends == "interrupted" else MemoryError):
+        executor.execute(plan, {"all": TensorTarget(torch.zeros(100 * 4096, dtype=torch.uint8))})
+    assert len(seen) < 50 and open_files() == before
 
 
 def test_one_fault_a_file_however_many_copies(tmp_path):
