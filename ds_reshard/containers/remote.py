@@ -91,10 +91,23 @@ def _listed(url: str) -> dict[str, Status]:
     with _os_errors(), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         keeps_listings = hasattr(store, "dircache") and store.protocol != "memory"
         found = store.ls(path, detail=True, **({"refresh": True} if keeps_listings else {}))
+        found = [one for listed in found if (one := _followed(store, listed)) is not None]
     names = {posixpath.basename(str(one["name"]).rstrip("/")): one for one in found}
     itself = store._strip_protocol(path).rstrip("/")
     kept = {name: _status(one) for name, one in names.items() if str(one["name"]).rstrip("/") != itself}
     return dict(sorted((name, one) for name, one in kept.items() if name))
+
+
+_TYPES = ("file", "directory")
+
+
+def _followed(store: AbstractFileSystem, listed: dict[str, object]) -> dict[str, object] | None:
+    """What is listed; of a link, listed as one by file:// and sftp://, what it leads to, None where that is nothing."""
+    if listed.get("type") in _TYPES:
+        return listed
+    with contextlib.suppress(FileNotFoundError):
+        return {**store.info(str(listed["name"])), "name": listed["name"]}
+    return None
 
 
 def tree(url: str) -> dict[str, Status]:
@@ -387,7 +400,15 @@ def below(url: str) -> dict[str, Status]:
     if strange := [name for name in found if not f"{name}/".startswith(folder)]:
         raise OSError(errno.EIO, f"its store lists what does not lie there: {strange[0]}")
     files = {name: one for name, one in found.items() if name.startswith(folder) and not name.endswith("/")}
-    return {name.removeprefix(folder): _status(one) for name, one in files.items()}
+    told: dict[str, Status] = {}
+    with _os_errors():
+        for name, listed in files.items():
+            one = _followed(store, listed)
+            if one is not listed and one is not None and one.get("type") == "directory":
+                what = "is a link to a folder, none of which is followed by URL: give the path of the checkpoint"
+                raise OSError(errno.EIO, f"{name} {what}")
+            told |= {name.removeprefix(folder): _status(one)} if one is not None else {}
+    return told
 
 
 def file_on_the_way(url: str) -> str | None:

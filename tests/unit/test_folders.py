@@ -127,6 +127,19 @@ def test_a_folder_that_is_a_link_is_looked_into_once(place: str, tmp_path_factor
     assert folders.files_below(place) == {"a.json": 8, "b.pt": 5, "below/deep/c.pt": 1, "zero/d.pt": 3}
 
 
+def test_a_link_is_followed_by_url_too(place: str) -> None:
+    """A run's folder may have its tags on another disk; what a link inside a checkpoint leads to is not left out."""
+    pytest.importorskip("fsspec", reason="the test extra has fsspec")
+    os.symlink(f"{place}/b.pt", f"{place}/below/deep/d.pt")
+    url = f"file://{place}"
+    folders.renew(url)
+    assert folders.entries(url) == {"a.json": 8, "b.pt": 5, "below": None, "link": None}
+    assert folders.is_folder(f"{url}/link") and not folders.exists(f"{url}/nowhere")
+    assert folders.files_below(f"{url}/link") == {"deep/c.pt": 1, "deep/d.pt": 5}
+    with pytest.raises(ReadFailed, match=f"{place}/link is a link to a folder.*give the path"):
+        folders.files_below(url)
+
+
 @pytest.mark.parametrize(
     ("scheme", "package", "install"),
     [
