@@ -347,6 +347,8 @@ class _Work:
     def _keep(self, unit: Unit, paths: Mapping[str, str], known: Mapping[str, object], done: _Done) -> None:
         """Bring a unit's files to the disk, or send them, and note them."""
         try:
+            if self._sends and self._stopping.is_set():  # the files that wait to be sent may be many, and large
+                raise _Stopped
             self._workspace.note(unit.name, {**known, **self._workspace.keep(paths)})
         finally:
             self._room.release()

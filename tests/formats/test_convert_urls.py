@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -425,3 +426,20 @@ def test_a_failure_ends_what_waits_for_room(checkpoint: Path, monkeypatch: pytes
     with pytest.raises(ReadFailed, match="the disk has gone"):
         convert(str(checkpoint), OUT, to="zero3", dp=8, options=Options(threads=4))
     assert in_vain == []
+
+
+def test_an_interruption_sends_nothing_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such files may be many, and large: those that are on their way are waited for, and no others."""
+    sent, send = list[str](), remote.send
+
+    def slowly(url: str, path: str) -> Any:
+        sent.append(url)
+        if len(sent) == 1:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        time.sleep(0.3)
+        return send(url, path)
+
+    monkeypatch.setattr(remote, "send", slowly)
+    with pytest.raises(KeyboardInterrupt):
+        convert(str(checkpoint), OUT, to="zero3", dp=9, options=Options(threads=4, memory_nbytes=20 << 20))
+    assert len(sent) == 1
