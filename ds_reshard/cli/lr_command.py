@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
+import io
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from rich.text import Text
 
 from ds_reshard.cli.render import printable
 from ds_reshard.errors import ConfigError
+from ds_reshard.execution import disk
 from ds_reshard.resume.lr_preview import CHECKPOINT, HOST, OVERRIDE, ComingRun, Curve
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _STYLE = {
 def draw(coming: ComingRun, path: str) -> None:
     """Write the curves as PNG, whole or not at all: one panel for each set of param groups that share them.
 
-    Raises ConfigError without matplotlib, and where the file cannot be written.
+    Raises ConfigError without matplotlib, and WriteFailed.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -51,18 +51,9 @@ def draw(coming: ComingRun, path: str) -> None:
         fontsize=12,
         fontweight="bold",
     )
-    beside = None
-    try:
-        handle, beside = tempfile.mkstemp(dir=os.path.dirname(path) or ".", suffix=".part")
-        with open(handle, "wb") as file:
-            figure.savefig(file, format="png")
-        os.chmod(beside, 0o644)
-        os.replace(beside, path)
-    except OSError as error:
-        if beside is not None and os.path.exists(beside):
-            os.unlink(beside)
-        mend = "name a file in a folder that is there"
-        raise ConfigError.of(path, f"cannot be written: {error.strerror}", mend=mend) from None
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    disk.write_named(path, drawn.getvalue(), mend="free space there, or name another file: --png")
 
 
 def _panel(axes: Axes, coming: ComingRun, part: int) -> None:

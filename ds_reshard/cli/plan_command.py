@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import html
-from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
@@ -23,7 +22,7 @@ from ds_reshard.cli.arguments import (
     target,
 )
 from ds_reshard.cli.render import line, printable, put, size, table
-from ds_reshard.errors import WriteFailed
+from ds_reshard.execution import disk
 from ds_reshard.model.reports import ConversionPlan
 from ds_reshard.model.target import RunSizes
 from ds_reshard.operations import plan
@@ -175,16 +174,10 @@ def run(arguments: argparse.Namespace) -> int:
         **target(arguments),
     )
     if arguments.html is not None:
-        _write(arguments.html, page(made))
+        mend = "free space there, or name another file: --html"
+        disk.write_named(arguments.html, page(made).encode("utf-8"), mend=mend)
     show(arguments, made.to_json, lambda console: render_plan(made, console))
     return 0
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise WriteFailed(f"{path}: cannot be written: {error.strerror or error}; name another file: --html") from None
 
 
 def render_plan(made: ConversionPlan, console: Console) -> None:

@@ -1,4 +1,4 @@
-"""Every call that changes a file or a folder, in one place: tests count them, and end the process at each.
+"""Every call that changes a file or a folder, but for reports and events of a load: tests end the process at each.
 
 Raises WriteFailed, with what the system said and what mends it.
 """
@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -21,12 +22,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
-def _named(path: str, what: str) -> Iterator[None]:
+def _named(path: str, what: str, mend: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
         first = "free space there" if error.errno in _FULL else "check the file system and its permissions"
-        mend = f"{first}, then run again with --resume"
+        mend = mend or f"{first}, then run again with --resume"
         if isinstance(error, FileNotFoundError) and remote.is_url(path):  # it makes folders by itself, and no bucket
             mend = "create the bucket, or correct its name"
         raise WriteFailed.of(path, f"{what}: {error.strerror or error}", mend=mend) from error
@@ -94,13 +95,35 @@ def write_whole(path: str, data: bytes, *, beside: str, synced: bool = True) -> 
     rename(part, path)
 
 
+def write_named(path: str, data: bytes, *, mend: str) -> None:
+    """Make or replace a file that a user has named, whole or not at all; nothing else is left of it.
+
+    A link stays one, and a device or a pipe is written to. Its mode is that of any new file.
+    """
+    with _named(path, "cannot be written", mend):
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.stat(path).st_mode):
+                with open(path, "wb") as there:
+                    there.write(data)
+                return
+        part = os.path.join(os.path.dirname(os.path.realpath(path)), f"{os.urandom(8).hex()}.part")
+        try:
+            with open(part, "xb") as file:
+                file.write(data)
+            os.replace(part, os.path.realpath(path))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+
 def rename(source: str, target: str) -> None:
     with _named(target, "cannot be renamed to"):
         os.rename(source, target)
 
 
-def make_folder(path: str) -> None:
-    with _named(path, "cannot be created"):
+def make_folder(path: str, *, mend: str = "") -> None:
+    with _named(path, "cannot be created", mend):
         os.makedirs(path, exist_ok=True)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -79,15 +78,18 @@ class ResumeReport:
 
 
 def publish(report: ResumeReport, *, path: str | None = None) -> None:
-    """Make this the last report, and write it to `path` as JSON, whole or not at all. Raises WriteFailed."""
+    """Make this the last report, and write it to `path` as JSON, whole or not at all; a link stays one.
+
+    Raises WriteFailed.
+    """
     _LAST[:] = [report]
     if path is None:
         return
-    target = Path(path)
     try:
-        handle, beside = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".part")
+        target = os.path.realpath(path)
+        beside = os.path.join(os.path.dirname(target), f"{os.urandom(8).hex()}.part")
         try:
-            with open(handle, "w", encoding="utf-8") as file:
+            with open(beside, "x", encoding="utf-8") as file:
                 json.dump(report.to_json(), file, indent=2)
                 file.write("\n")
             os.replace(beside, target)
@@ -101,10 +103,14 @@ def publish(report: ResumeReport, *, path: str | None = None) -> None:
 
 def unwritable(path: str | None) -> list[Fault]:
     """What is wrong with the place of a report: asked for on the rank that writes it, before anything is loaded."""
-    if path is None or (os.access(Path(path).parent, os.W_OK | os.X_OK) and not os.path.isdir(path)):
+    if path is None:
         return []
-    what = "is a folder" if os.path.isdir(path) else "cannot be written: its folder is not there, or is read-only"
-    return [ConfigError.fault(f"--resume-report {path}", what, mend="name a file in a folder that is there")]
+    what = "is a folder" if os.path.isdir(path) else "is a device or a pipe, in whose place a file would be put"
+    if not os.path.exists(path) or os.path.isfile(path):
+        writable = os.access(os.path.dirname(os.path.realpath(path)), os.W_OK | os.X_OK)
+        what = "" if writable else "cannot be written: its folder is not there, or is read-only"
+    mend = "name a file in a folder that is there"
+    return [ConfigError.fault(f"--resume-report {path}", what, mend=mend)] if what else []
 
 
 def publish_or_log(report: ResumeReport, path: str | None) -> None:

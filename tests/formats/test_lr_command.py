@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
+import resource
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +130,45 @@ def test_a_picture_is_written_whole(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     status, _, err = _run(capsys, folder, "--config", config(), "--png", str(png))
     assert status == 2 and "pip install matplotlib" in err
+
+
+def test_a_picture_is_written_as_any_file(
+    capsys: pytest.CaptureFixture[str], save: Any, config: Any, tmp_path: Path
+) -> None:
+    """A link stays one, others may read it as the umask says, and what reads a pipe is given it."""
+    words = [save(STATE, {"scheduler": SCHEDULE}), "--config", config(), "--png"]
+    (tmp_path / "link.png").symlink_to("lr.png")
+    before = os.umask(0o027)
+    try:
+        assert _run(capsys, *words, str(tmp_path / "link.png"))[0] == 0
+    finally:
+        os.umask(before)
+    drawn = (tmp_path / "lr.png").read_bytes()
+    assert (tmp_path / "link.png").is_symlink() and (tmp_path / "lr.png").stat().st_mode & 0o777 == 0o640
+    os.mkfifo(tmp_path / "pipe")
+    read: list[bytes] = []
+    reads = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()), daemon=True)
+    reads.start()
+    assert _run(capsys, *words, str(tmp_path / "pipe"))[0] == 0
+    assert (tmp_path / "pipe").is_fifo()
+    reads.join(60)
+    assert read == [drawn]
+
+
+def test_a_picture_that_does_not_fit_leaves_the_old_one(
+    capsys: pytest.CaptureFixture[str], save: Any, config: Any, tmp_path: Path
+) -> None:
+    """A limit of the system on the bytes of a file; nothing is left of the new one."""
+    words, png = [save(STATE, {"scheduler": SCHEDULE}), "--config", config()], tmp_path / "lr.png"
+    png.write_bytes(b"old")
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        status, _, err = _run(capsys, *words, "--png", str(png))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert status == 2 and f"{png}: cannot be written: File too large; free space there" in err
+    assert png.read_bytes() == b"old" and not list(tmp_path.glob("*.part"))
 
 
 BAD_JSON = {

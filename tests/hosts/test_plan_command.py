@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -121,6 +122,22 @@ def test_the_page_needs_nothing_beside_itself(saves: Saves, tmp_path: Path) -> N
     assert names.count("svg") == 1 and len(cells) == sum(len(unit.reads) for unit in made.units)
     assert not {"script", "link", "img", "iframe"} & set(names)
     assert not [attributes for _, attributes in tags.found if {"src", "href"} & set(attributes)]
+
+
+def test_a_page_that_does_not_fit_leaves_the_old_one(
+    saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit of the system on the bytes of a file; nothing is left of the new page."""
+    words, target = ["plan", str(saves(Run(3, 3), MODEL)[0]), "--to", "zero2", "--dp", "2"], tmp_path / "plan.html"
+    target.write_text("old")
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
+    try:
+        assert main([*words, "--html", str(target)]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert f"{target}: cannot be written: File too large; free space there" in capsys.readouterr().err
+    assert target.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["plan.html"]
 
 
 def _wide(ranks: int, name: str = "rank_{}.pt") -> ConversionPlan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -275,6 +276,18 @@ def test_a_report_that_cannot_be_written_leaves_nothing_behind(tmp_path: Any, mo
     assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
 
 
+def test_the_file_of_a_report_is_as_any_file(tmp_path: Any) -> None:
+    """A link stays one, and others may read the file as the umask says."""
+    (tmp_path / "link.json").symlink_to("report.json")
+    before = os.umask(0o027)
+    try:
+        publish(ResumeReport(host="deepspeed", checkpoint="c", rows=()), path=str(tmp_path / "link.json"))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "report.json").stat().st_mode & 0o777 == 0o640
+
+
 def _fail(*_: object) -> None:
     raise OSError("no space")
 
@@ -284,6 +297,15 @@ def test_a_report_needs_a_folder_that_is_there(tmp_path: Any) -> None:
     for path, what in ((tmp_path / "absent" / "report.json", "its folder is not there"), (tmp_path, "is a folder")):
         (fault,) = unwritable(str(path))
         assert fault.error == "ConfigError" and str(path) in fault.where and what in fault.what
+
+
+def test_no_report_takes_the_place_of_a_device(tmp_path: Any) -> None:
+    """Where root runs a job, /dev/stdout and /dev/null would be files from then on."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "stdout").symlink_to("pipe")
+    for name in ("pipe", "stdout"):
+        (fault,) = unwritable(str(tmp_path / name))
+        assert fault.error == "ConfigError" and "is a device or a pipe" in fault.what
 
 
 def test_the_batch_size_warning_names_both_sizes() -> None:

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard import hosts
 from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
-from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, WriteFailed, raise_faults
+from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, raise_faults
+from ds_reshard.execution import disk
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
@@ -124,13 +125,7 @@ def _write_record(accelerator: Accelerator, path: str) -> None:
         "num_processes": accelerator.num_processes,
         "began": mine.began,
     }
-    try:
-        with open(f"{path}.part", "w", encoding="utf-8") as file:
-            json.dump(record, file)
-        os.replace(f"{path}.part", path)
-    except OSError as error:
-        what = f"cannot be written: {error.strerror or error}"
-        raise WriteFailed.of(path, what, mend="free space there, then save again") from error
+    disk.write_named(path, json.dumps(record).encode("utf-8"), mend="free space there, then save again")
 
 
 def _warn_of_what_is_left_out(accelerator: Accelerator) -> None:

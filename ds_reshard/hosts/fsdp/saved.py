@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -19,13 +18,13 @@ from ds_reshard.errors import (
     FingerprintMismatch,
     ReshardError,
     UnsupportedLayout,
-    WriteFailed,
     as_faults,
     damaged,
     error_of,
     faults_of,
     raise_faults,
 )
+from ds_reshard.execution import disk
 from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, open_fsdp, wrong_extra
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
 from ds_reshard.hosts.fsdp.optimizer_state import local
@@ -322,15 +321,9 @@ def save_units(path: str | os.PathLike[str], model: Module, optimizer: Optimizer
     an optimizer of others, and WriteFailed.
     """
     text = _order(os.fspath(path), model, optimizer).text()
-    file = os.path.join(path, ORDER)
-    beside = f"{file}.{uuid.uuid4().hex}"
-    try:
-        os.makedirs(path, exist_ok=True)
-        with open(beside, "w", encoding="utf-8") as written:
-            written.write(text)
-        os.replace(beside, file)
-    except OSError as error:
-        raise WriteFailed(f"{file}: cannot be written: {error}") from error
+    mend = "free space there, or check its permissions, then save again"
+    disk.make_folder(os.fspath(path), mend=mend)
+    disk.write_named(os.path.join(path, ORDER), text.encode("utf-8"), mend=mend)
 
 
 def _order(where: str, model: Module, optimizer: Optimizer) -> FlatOrder:
