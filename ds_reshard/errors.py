@@ -193,15 +193,30 @@ def faults_of(error: ReshardError) -> list[Fault]:
     return [Fault(error=type(error).__name__, where=where, what=what or where, mend=mend)]
 
 
+_SHORT = ("can't start new thread", "can't allocate memory")
+
+
+def is_short(error: BaseException) -> bool:
+    """Whether the host has no memory, or no thread, left, as Python says it, or torch (c10/core/alloc_cpu.cpp)."""
+    said = str(error) if isinstance(error, RuntimeError) else ""
+    return isinstance(error, MemoryError) or any(words in said for words in _SHORT)
+
+
 def as_faults(error: Exception, *, where: str) -> list[Fault]:
     """Any exception as faults, so that other ranks can be told; one that nobody foresaw is an InternalError."""
     if isinstance(error, ReshardError):
         return faults_of(error)
-    if isinstance(error, MemoryError):
+    if is_short(error):
         mend = 'give it more, or let it use less: "memory_mib" and "threads", or --memory, --threads and --processes'
-        return [DeviceFailed.fault(where, f"no memory is left on the host: {error}".rstrip(": "), mend=mend)]
+        left = "memory" if _SHORT[0] not in str(error) else "thread"
+        return [DeviceFailed.fault(where, f"no {left} is left on the host: {error}".rstrip(": "), mend=mend)]
     last = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{os.path.basename(last.filename)}:{last.lineno}"
+    if isinstance(error, OSError):
+        named = f": {error.filename}" if error.filename is not None else ""
+        what = f"the system refuses what it needs: {error.strerror or error}{named} ({place})"
+        mend = "see the limits of this process (ulimit -a), its folder and TMPDIR"
+        return [ReadFailed.fault(where, what, mend=mend)]
     return [
         InternalError.fault(
             where,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_reshard import errors
-from ds_reshard.errors import Fault, ReshardError, faults_of, raise_faults, without_secrets
+from ds_reshard.errors import Fault, ReshardError, as_faults, faults_of, raise_faults, without_secrets
 
 QUICK = settings(deadline=None, max_examples=50)
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ReshardError)]
@@ -148,6 +148,25 @@ def test_an_error_of_text_alone_is_one_fault_of_its_class(cls):
     assert (made.error, made.where, made.what) == (cls.__name__, "folder/file", "is odd: very")
     assert made.mend
     assert type(raised([made])) is cls
+
+
+@pytest.mark.parametrize(
+    ("error", "named", "says"),
+    [
+        (MemoryError("10 MiB"), "DeviceFailed", "no memory is left on the host: 10 MiB"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 8 bytes"), "DeviceFailed", "8 bytes"),
+        (RuntimeError("can't start new thread"), "DeviceFailed", "no thread is left on the host"),
+        (OSError(24, "Too many open files", "/dev/null"), "ReadFailed", "Too many open files: /dev/null"),
+        (RuntimeError("surprise"), "InternalError", "RuntimeError: surprise"),
+    ],
+)
+def test_what_the_machine_lacks_is_no_bug(error, named, says):
+    """By what torch 2.13 and Python say where the host has no memory, no thread or no descriptor left."""
+    try:
+        raise error
+    except Exception as raised_one:
+        (found,) = as_faults(raised_one, where="rank 1")
+    assert found.error == named and says in found.what and (found.error == "InternalError") == ("report" in found.mend)
 
 
 def test_faults_of_an_error_are_its_own():
