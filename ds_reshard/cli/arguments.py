@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from ds_reshard.cli.launch import sharing
+from ds_reshard.cli.render import read_enough
 from ds_reshard.errors import WriteFailed
 from ds_reshard.formats.zero.weights_target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
@@ -140,9 +141,9 @@ def show(arguments: argparse.Namespace, told: Callable[[], object], render: Call
             render(_Output())
             sys.stdout.flush()
     except BrokenPipeError:
-        _read_enough()
+        read_enough(sys.stdout)
     except OSError as error:
-        _read_enough()
+        read_enough(sys.stdout)
         mend = "free space there, or let it be written elsewhere"
         raise WriteFailed.of("stdout", f"cannot be written: {error.strerror or error}", mend=mend) from None
 
@@ -151,12 +152,7 @@ class _Output(Console):
     """stdout, which may be read to its first line alone: the exit status is then what it would have been."""
 
     def on_broken_pipe(self) -> None:
-        _read_enough()
-
-
-def _read_enough() -> None:
-    """Nobody reads on; nor is it an error at the end (python.org, library/signal, "Note on SIGPIPE")."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        read_enough(sys.stdout)
 
 
 def add_trust(parser: argparse.ArgumentParser, *, rules: bool = True) -> None:

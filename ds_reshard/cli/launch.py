@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -71,6 +70,9 @@ def sharing() -> Launched:
     return _SHARING.get()
 
 
+INTERRUPTED = 130  # as a shell says of a command that SIGINT ended
+
+
 def together(run: Callable[[], int]) -> int:
     """What a tool gives whose ranks share the work; an error of any rank is every rank's. Collective.
 
@@ -98,8 +100,14 @@ def together(run: Callable[[], int]) -> int:
 def _end(error: RankLost) -> None:
     """End this rank where it goes on without hearing that another is lost: it waits for it, or works for nothing."""
     time.sleep(_UNWINDING_S)
-    print(f"ds-reshard: {error}", file=sys.stderr, flush=True)
+    _complain(str(error))
     os._exit(_LOST)
+
+
+def _complain(text: str) -> None:
+    from ds_reshard.cli.render import complain  # which asks here who tells
+
+    complain(text)
 
 
 def _answered(run: Callable[[], int], mine: Launched) -> int:

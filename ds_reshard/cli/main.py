@@ -28,21 +28,20 @@ from ds_reshard.cli.arguments import (
 )
 from ds_reshard.cli.comparison import add_diff
 from ds_reshard.cli.conversion import add_convert
-from ds_reshard.cli.launch import launched, together
+from ds_reshard.cli.launch import INTERRUPTED, launched, together
 from ds_reshard.cli.lr_command import draw
 from ds_reshard.cli.plan_command import add_plan
 from ds_reshard.cli.preflight_command import add_preflight
-from ds_reshard.cli.render import bar
+from ds_reshard.cli.render import bar, complain
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
-from ds_reshard.errors import ReshardError, raise_faults, without_secrets
+from ds_reshard.errors import ReshardError, is_short, raise_faults, without_secrets
 from ds_reshard.formats.zero.tensor_parallel import given
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config, read_rules
 
 OK, FINDING, UNUSABLE = 0, 1, 2
-INTERRUPTED = 130  # as a shell says of a command that SIGINT ended
 
 
 class _Parser(argparse.ArgumentParser):
@@ -130,11 +129,21 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     return arguments
 
 
+def _open_standard_streams() -> None:
+    """Where one is closed (2>&-): else a file of a checkpoint has its number, and what C code prints goes into it."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the least number that is free
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; an error of ours is its message on stderr and exit status 2, never a traceback.
 
     So is one of the machine, which is short of something; and behind the traceback of a bug the status is the same.
     """
+    _open_standard_streams()
     arguments = parse(sys.argv[1:] if argv is None else argv)
     run: Callable[[argparse.Namespace], int] = arguments.run
     try:
@@ -146,24 +155,23 @@ def main(argv: Sequence[str] | None = None) -> int:
             return together(lambda: run(arguments)) if shared else run(arguments)
     except ReshardError as error:
         if launched().tells or not error.agreed:
-            print(f"ds-reshard: {error}", file=sys.stderr)
-        return UNUSABLE
-    except (OSError, MemoryError) as error:
-        print(f"ds-reshard: {_short_of(error)}", file=sys.stderr)
+            complain(str(error))
         return UNUSABLE
     except KeyboardInterrupt:
-        print("ds-reshard: interrupted", file=sys.stderr)
+        complain("interrupted")
         return INTERRUPTED
-    except Exception:
-        traceback.print_exc()
+    except Exception as error:
+        known = is_short(error) or isinstance(error, OSError)
+        complain(_short_of(error) if known else traceback.format_exc().rstrip())
         return UNUSABLE
 
 
-def _short_of(error: OSError | MemoryError) -> str:
+def _short_of(error: Exception) -> str:
     """What the machine refused to a tool before it knew of any file, and what mends it."""
-    if isinstance(error, MemoryError):
-        return f"no memory is left ({error}); run it with fewer --processes and --threads, or less --memory"
-    what = without_secrets(str(error))
+    what = without_secrets(str(error)).partition("\n")[0]
+    if is_short(error):
+        limits = "see its limits (ulimit -a), or run it with fewer --processes and --threads, or less --memory"
+        return f"this process: no memory, or no thread, is left: {what}; {limits}"
     return f"this process: {what}; see its limits (ulimit -a), its folder and TMPDIR, or run it with --processes 1"
 
 

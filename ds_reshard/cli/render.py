@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.panel import Panel
@@ -22,10 +23,30 @@ from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspe
 from ds_reshard.operations import Progress as Told
 
 
+def complain(text: str) -> None:
+    """Put it on stderr; where that is closed, full or read by nobody, the work and its status stay what they are."""
+    if sys.stderr is None:
+        return
+    try:
+        print(f"ds-reshard: {in_lines(text)}", file=sys.stderr, flush=True)
+    except OSError:
+        read_enough(sys.stderr)
+
+
+def in_lines(text: str) -> str:
+    """As `printable`, its lines kept."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def read_enough(stream: TextIO) -> None:
+    """Nobody reads on; nor is it an error at the end (python.org, library/signal, "Note on SIGPIPE")."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 @contextmanager
 def bar(what: str) -> Iterator[Told | None]:
     """Bytes, rate and time left on stderr, on a terminal; of several ranks a line every 30 s elsewhere."""
-    if not sys.stderr.isatty() or not launched().tells:
+    if sys.stderr is None or not sys.stderr.isatty() or not launched().tells:
         yield _lines(what) if sharing().size > 1 and sharing().tells else None
         return
     columns = (
@@ -50,7 +71,7 @@ def _lines(what: str) -> Told:
         now = time.monotonic()
         if now - told >= LOG_S:
             told = now
-            print(f"ds-reshard: {so_far(done, total, now - began, what)}", file=sys.stderr, flush=True)
+            complain(so_far(done, total, now - began, what))
 
     return tell
 

@@ -17,7 +17,7 @@ from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import ChecksumMismatch, DeviceFailed, InternalError, WriteFailed
+from ds_reshard.errors import ChecksumMismatch, DeviceFailed, InternalError, ReadFailed, WriteFailed
 from ds_reshard.operations import Options, conversion, convert
 from ds_reshard.operations.processes import Parts, in_copies
 
@@ -130,6 +130,14 @@ def test_a_copy_without_memory_is_no_bug() -> None:
         in_copies(2, fails, print)
 
 
+def test_a_copy_that_the_system_refuses_something_is_no_bug() -> None:
+    def fails(tell: object) -> None:
+        os.listdir("/proc/self/no such folder")
+
+    with pytest.raises(ReadFailed, match=r"refuses what it needs: No such file.*no such folder(.|\n)*ulimit -a"):
+        in_copies(2, fails, print)
+
+
 def test_each_part_is_given_out_once() -> None:
     parts, taken = Parts(range(200), copied=True), []
 
@@ -203,6 +211,30 @@ def test_a_process_that_is_short_of_something_is_no_finding(checkpoint: Path, tm
     assert "Too many open files; see its limits" in done.stderr and not (tmp_path / "out").exists()
 
 
+SHORT = """
+import resource, sys
+from pathlib import Path
+from ds_reshard.cli.main import main
+from ds_reshard.operations import comparison, conversion, fingerprints, shares, verification
+import ds_reshard.execution.cuda, torch
+conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+nbytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (nbytes + (2 << 20), resource.RLIM_INFINITY))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("tool", "copies"), [("verify --deep", "1"), ("fingerprint", "2"), ("convert", "1")])
+def test_a_process_that_can_start_no_thread_is_no_bug(checkpoint: Path, tmp_path: Path, tool: str, copies: str) -> None:
+    """There is no room for its stack, under a limit on memory; in this process, or in a copy of it."""
+    more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
+    command = [sys.executable, "-c", SHORT, *tool.split(), str(checkpoint), *more, "--processes", copies]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "Traceback" not in done.stderr and "report this" not in done.stderr, done.stderr
+    assert "can't start new thread" in done.stderr and "--threads" in done.stderr, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_bug_is_no_finding(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -248,3 +280,52 @@ def test_who_hears_of_a_conversion_changes_nothing_of_it(checkpoint: Path, tmp_p
         [*command, "--force"], env=ascii_only, capture_output=True, encoding="ascii", timeout=120, check=False
     )
     assert (again.returncode, again.stderr) == (0, "") and "/\\xf6ut" in again.stdout.replace("\\u00f6", "\\xf6")
+
+
+PRINTS = """
+import contextlib, os, sys
+from ds_reshard.cli.main import main
+def prints(own):
+    def call(*given):
+        for number in (1, 2):
+            with contextlib.suppress(OSError):
+                os.write(number, b"[W] a warning of C code")
+        return own(*given)
+    return call
+os.pwrite, os.writev = prints(os.pwrite), prints(os.writev)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_is_printed_goes_into_no_file(checkpoint: Path, tmp_path: Path) -> None:
+    """stdout and stderr are closed, as by what starts a job in the background: a file would be given their numbers."""
+    convert(str(checkpoint), str(tmp_path / "alone"), to="zero3", dp=3, options=Options(threads=1))
+    words = [str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", "3", "--threads", "1", "--processes", "1"]
+    closed = ["sh", "-c", 'exec "$@" >&- 2>&-', "sh", sys.executable, "-c", PRINTS, "convert", *words]
+    assert subprocess.run(closed, timeout=120, check=False).returncode == 0
+    assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("stderr", ["closed", "full", "read by nobody"])
+def test_who_hears_of_an_error_changes_no_status(checkpoint: Path, stderr: str) -> None:
+    """A checkpoint that is whole, one that is not there, and a bug."""
+    reads, writes = os.pipe()
+    os.close(reads)
+    bug = "import sys; from ds_reshard.cli import main; main.inspect = None; sys.exit(main.main(sys.argv[1:]))"
+    for call, expected in (
+        (["-m", "ds_reshard", "verify", str(checkpoint)], 0),
+        (["-m", "ds_reshard", "verify", f"{checkpoint}-none"], 2),
+        (["-c", bug, "inspect", str(checkpoint)], 2),
+    ):
+        where = {"closed": "2>&-", "full": "2>/dev/full", "read by nobody": ""}[stderr]
+        command = ["sh", "-c", f'exec "$@" {where}', "sh", sys.executable, *call]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=writes, text=True, timeout=120, check=False)
+        assert (done.returncode, "nothing found" in done.stdout) == (expected, not expected), call
+    os.close(writes)
+
+
+def test_a_name_in_an_error_does_not_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names in an error may be of a folder from anybody; its lines stay lines."""
+    assert main(["inspect", str(tmp_path / "\x1b[2Jnone")]) == 2
+    said = capsys.readouterr().err
+    assert "\x1b" not in said and "\\x1b[2Jnone: does not exist" in said and said.endswith("\n")
