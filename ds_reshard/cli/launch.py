@@ -77,6 +77,7 @@ def together(run: Callable[[], int]) -> int:
     """What a tool gives whose ranks share the work; an error of any rank is every rank's. Collective.
 
     A rank that fails apart from others tells it where these wait for its part. Raises RankLost where one has ended.
+    One that is interrupted ends here: the others hear of it by that.
     """
     mine = launched()
     if mine.size == 1:  # which needs no torch for it
@@ -91,7 +92,11 @@ def together(run: Callable[[], int]) -> int:
     token = _SHARING.set(mine)
     try:
         with beating(_end, _SILENCE):
-            return _answered(run, mine)
+            try:
+                return _answered(run, mine)
+            except KeyboardInterrupt:  # it would wait for the others, and they for it
+                _complain("interrupted")
+                os._exit(INTERRUPTED)
     finally:
         _SHARING.reset(token)
         dist.destroy_process_group()  # else the end of one rank may be an error of another's

@@ -191,6 +191,31 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_rank_that_is_interrupted_ends_and_the_others_hear_of_it(
+    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither waits for the other."""
+    impatient(monkeypatch)
+    port, write_unit = str(free_port()), conversion._Work._write
+
+    def rank(number: int) -> int:
+        launched(port, number, 3)
+
+        def interrupted(work: conversion._Work, *given: Any) -> None:
+            write_unit(work, *given)
+            if number == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(1)
+
+        conversion._Work._write = interrupted  # type: ignore[method-assign]
+        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+
+    assert in_ranks(3, rank) == [2, 130, 2]
+    told = capfd.readouterr().err
+    assert "ds-reshard: interrupted" in told and "a rank has ended, or has not answered" in told
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("there", [[0], [1], [0, 2]])
 @pytest.mark.parametrize("agents", ["False", "True"])
 def test_ranks_do_not_wait_for_one_that_never_starts(
@@ -267,6 +292,32 @@ def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch:
     assert in_ranks(2, rank) == [0, 0]
     lines, done = log.read_text().splitlines(), "written, " if tool == "convert" else "read, "
     assert lines and all(done in line and line.endswith(("s left", "nothing yet")) for line in lines), lines
+
+
+def test_progress_that_cannot_be_told_ends_nothing(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk of the log is full."""
+    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr("ds_reshard.operations.progress.LOG_S", 0.0)
+    port, stderr = str(free_port()), sys.stderr
+
+    def rank(number: int) -> int:
+        launched(port, number, 2)
+        note = heartbeat.Heartbeat.note
+
+        def slowly(beat: heartbeat.Heartbeat, done: int, total: int) -> None:
+            note(beat, done, total)
+            time.sleep(0.2)
+
+        heartbeat.Heartbeat.note = slowly  # type: ignore[method-assign]
+        sys.stderr = Path("/dev/full").open("w")  # noqa: SIM115
+        try:
+            return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
+        finally:
+            sys.stderr = stderr
+
+    assert in_ranks(2, rank) == [0, 0]
 
 
 @pytest.mark.parametrize("part", [(0, 1), (1, 3), (0, 2)])
