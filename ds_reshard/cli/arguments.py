@@ -138,7 +138,7 @@ def show(arguments: argparse.Namespace, told: Callable[[], object], render: Call
         if arguments.json:
             print(json.dumps(told(), indent=2), flush=True)
         else:
-            render(_Output())
+            render(_Output(width=max(_NARROWEST, Console().width)))
             sys.stdout.flush()
     except BrokenPipeError:
         read_enough(sys.stdout)
@@ -146,6 +146,9 @@ def show(arguments: argparse.Namespace, told: Callable[[], object], render: Call
         read_enough(sys.stdout)
         mend = "free space there, or let it be written elsewhere"
         raise WriteFailed.of("stdout", f"cannot be written: {error.strerror or error}", mend=mend) from None
+
+
+_NARROWEST = 40  # COLUMNS may be 0, and rich shows nothing then
 
 
 class _Output(Console):

@@ -112,6 +112,17 @@ def test_in_a_terminal_it_draws(save: Any, config: Any, width: int) -> None:
     assert text.count("█") > 10 and "0.01" in text
 
 
+@pytest.mark.parametrize("columns", ["0", "1"])
+def test_a_terminal_without_a_width_is_told(
+    capsys: pytest.CaptureFixture[str], save: Any, config: Any, monkeypatch: pytest.MonkeyPatch, columns: str
+) -> None:
+    """COLUMNS is 0 where nobody knows the width; what was found is shown all the same."""
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    status, out, _ = _run(capsys, save(STATE, {"scheduler": SCHEDULE}), "--config", config(), "--steps", "3")
+    assert status == 0 and "is at position" in out and "position" in out and "7" in out and "█" in out
+
+
 def test_a_name_in_a_file_does_not_command_the_terminal(save: Any, config: Any) -> None:
     drawn = coming_run(save({"\x1b[2Jlast_epoch": 1}), config())
     console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
