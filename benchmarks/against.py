@@ -8,7 +8,6 @@ Run: python -m benchmarks.against COMMIT [--runs N] [--params N] [--output FOLDE
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -19,10 +18,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks import engines, processes
+from benchmarks import engines, processes, report
 from benchmarks.gpt import Shape
 from benchmarks.load import SCRATCH, warm
-from benchmarks.report import ROOT, commit, keep, machine, results_folder, spread
+from benchmarks.report import ROOT, spread
 from benchmarks.verify import fill, gpt_shapes, write_checkpoint
 
 TREES = ("now", "then")
@@ -108,11 +107,9 @@ def contest(trees: dict[str, Path], works: dict[str, tuple[str, ...]], runs: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.against", description=__doc__)
+    parser = report.parser("against", __doc__, runs=9)
     parser.add_argument("commit", help="the commit to compare with")
-    parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--params", type=float, default=30e6, help="of the model that is loaded (default: %(default)s)")
-    parser.add_argument("--output", type=results_folder, metavar="FOLDER")
     arguments = parser.parse_args()
     processes.start()
     SCRATCH.mkdir(exist_ok=True)
@@ -133,14 +130,7 @@ def main() -> None:
             "load, dp 2 to 1": (LOAD, str(scratch / "dp2"), params, "{}"),
         }
         works_found = contest({"now": ROOT, "then": then}, works, arguments.runs)
-    results = {
-        "commit": commit(),
-        "then": arguments.commit,
-        "machine": machine(),
-        "runs": arguments.runs,
-        **works_found,
-    }
-    keep(results, "against", arguments.output)
+    report.keep({"then": arguments.commit, "runs": arguments.runs, **works_found}, "against", arguments.output)
     for work, told in works_found.items():
         figures = ", ".join(f"{name} {told[name]['median']:.3f}" for name in (*TREES, "ratio", "processor_ratio"))
         print(f"{work}: {figures}")

@@ -13,15 +13,12 @@ Prints a table; `--output FOLDER` writes JSON there too.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -62,14 +59,10 @@ CASES = tuple(Case(stage=stage, tensors=tensors, dp=dp) for tensors, dp in ((200
 def main() -> None:
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, each of all contestants (default 5)")
+    parser = report.parser("convert", __doc__)
     parser.add_argument("--tensors", type=int, choices=sorted(SHAPES), action="append", help="default: all")
     parser.add_argument("--stage", type=int, choices=(2, 3), action="append", help="default: both")
     parser.add_argument("--without", choices=CONTESTANTS, action="append", default=[], help="leave one out")
-    parser.add_argument(
-        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
-    )
     given = parser.parse_args()
     console = Console(width=max(Console().width, report.WIDTH))
     processes.start()
@@ -82,20 +75,14 @@ def main() -> None:
     try:
         for case in CASES:
             if case.tensors in (given.tensors or SHAPES) and case.stage in (given.stage or (2, 3)):
-                for run in _case(case, given.repeats, contestants):
+                for run in _case(case, given.runs, contestants):
                     runs.append(run)
                     console.print(f"{case.name}: {run['contestant']:<24} {run['seconds']:8.3f} s", highlight=False)
     finally:
         for folder in left:
             shutil.rmtree(folder, ignore_errors=True)
-    made = {
-        "commit": report.commit(),
-        "machine": report.machine(),
-        "repeats": given.repeats,
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "isal", "numpy")}
-        | {"python": platform.python_version()},
-        "runs": runs,
-    }
+    versions = report.versions("torch", "deepspeed", "isal", "numpy")
+    made = {"repeats": given.runs, "versions": versions, "runs": runs}
     console.print(table(made))
     report.keep(made, "convert", given.output)
 

@@ -10,16 +10,13 @@ Run: python -m benchmarks.dcp [--repeats N] [--output FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
-import platform
 import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import engines, processes, report
@@ -68,27 +65,15 @@ CASES = (
 def main() -> None:
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.dcp", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, each of all readers (default 5)")
-    parser.add_argument(
-        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
-    )
-    given = parser.parse_args()
+    given = report.parser("dcp", __doc__).parse_args()
     console = Console(width=max(Console().width, report.WIDTH))
     processes.start("ds_reshard.dcp", "torch.distributed.fsdp")
     runs: list[dict[str, Any]] = []
     for case in CASES:
-        for run in _case(case, given.repeats):
+        for run in _case(case, given.runs):
             runs.append(run)
             console.print(f"{case.name}, {run['world']}: {run['reader']:<16} {run['seconds']:8.3f} s", highlight=False)
-    made = {
-        "commit": report.commit(),
-        "machine": report.machine(),
-        "repeats": given.repeats,
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")}
-        | {"python": platform.python_version()},
-        "runs": runs,
-    }
+    made = {"repeats": given.runs, "versions": report.versions("torch", "deepspeed", "isal"), "runs": runs}
     console.print(table(made))
     report.keep(made, "dcp", given.output)
 

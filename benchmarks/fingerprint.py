@@ -7,7 +7,6 @@ Run: python -m benchmarks.fingerprint [--mib N] [--runs N] [--output FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import commit, keep, machine, results_folder, spread
+from benchmarks import report
+from benchmarks.report import spread
 from ds_reshard.execution.fingerprint import fingerprint_of
 
 
@@ -46,20 +46,12 @@ def measured(mib: int, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser("fingerprint", __doc__)
     parser.add_argument("--mib", type=int, default=256)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
-    made = {
-        "commit": commit(),
-        "machine": machine(),
-        "torch": torch.__version__,
-        "mib": given.mib,
-        "gigabytes_per_cpu_second": measured(given.mib, given.runs),
-    }
+    made = {"torch": torch.__version__, "mib": given.mib, "gigabytes_per_cpu_second": measured(given.mib, given.runs)}
     print(json.dumps(made, indent=1))
-    keep(made, "fingerprint", given.output)
+    report.keep(made, "fingerprint", given.output)
 
 
 if __name__ == "__main__":

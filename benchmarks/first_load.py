@@ -26,12 +26,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import contest, engines, processes
+from benchmarks import contest, engines, processes, report
 from benchmarks.contest import DEEPSPEED, DIRECT, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 from benchmarks.load import LOADED_DP, ROOT, SCRATCH, STAGES, warm
 from benchmarks.memory import free_nbytes
-from benchmarks.report import commit, keep, machine, results_folder, spread
+from benchmarks.report import spread
 
 SMALL_PAGES = Contestant(name="small pages", saved_dp=4, config={}, hooked=True)
 """As `direct`, but that huge pages are never tried."""
@@ -195,12 +195,10 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_load", description=__doc__)
+    parser = report.parser("first_load", __doc__)
     parser.add_argument("--params", type=float, default=270e6, help="parameters of the model (default 270e6)")
-    parser.add_argument("--runs", type=int, default=5, help="rounds in each condition (default 5)")
     parser.add_argument("--stage", type=int, choices=STAGES, action="append", help="a ZeRO stage; default: 1 and 3")
     parser.add_argument("--no-universal", action="store_true", help="leave ds_to_universal out: it takes minutes")
-    parser.add_argument("--output", type=results_folder, help="folder for the results")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work is not None:
@@ -216,15 +214,13 @@ def main() -> None:
     made = {
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - started),
-        "commit": commit(),
-        "machine": machine(),
         "params": int(asked.params),
         "layers": shape.layers,
         **summary(runs),
         "runs": runs,
     }
     print(json.dumps({"conditions": made["conditions"], "worst": made["worst"]}, indent=1))
-    keep(made, "first-load", asked.output)
+    report.keep(made, "first-load", asked.output)
 
 
 if __name__ == "__main__":

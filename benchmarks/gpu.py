@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.report import Spread, commit, keep, machine, results_folder, spread
+from benchmarks import report
+from benchmarks.report import Spread, spread
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
@@ -270,14 +271,12 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser("gpu", __doc__)
     parser.add_argument("--mib", type=int, default=4096, help="bytes of the file and of each buffer; 16 at least")
-    parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, nargs="+", default=[4, 8, 16])
     parser.add_argument("--memory-mib", type=int, default=256, help="pinned memory of a load")
     parser.add_argument("--folder", help="where the files are written, and removed again")
     parser.add_argument("--commit", help="for a tree that is no checkout of git")
-    parser.add_argument("--output", type=results_folder)
     parser.add_argument("--double", action="store_true", help="the CPU in place of a device; no figures of a GPU")
     given = parser.parse_args()
     if given.double and given.output is not None:
@@ -286,17 +285,16 @@ def main() -> None:
         parser.error(f"torch {torch.__version__} sees no CUDA device; --double runs on the CPU, for no figures")
     place = Place(double=given.double)
     made = {
-        "commit": given.commit or commit(),
+        "commit": given.commit or report.commit(),
         "double": given.double,
         "device": place.described(),
-        "machine": machine(),
         "versions": versions(),
         "mib": given.mib,
         "memory_mib": given.memory_mib,
         **measured(given, place),
     }
     print(json.dumps(made, indent=1))
-    keep(made, "gpu", given.output, device=made["device"]["name"])
+    report.keep(made, "gpu", given.output, device=made["device"]["name"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Prints JSON; `--output FOLDER` writes it there too. Run: python -m benchmarks.gr
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import tempfile
@@ -21,10 +20,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import report
 from benchmarks.load import ROOT, SCRATCH
 from benchmarks.memory import resident
 from benchmarks.rank_plan import KINDS, RUN, counted, timed
-from benchmarks.report import commit, keep, machine, results_folder, spread
+from benchmarks.report import spread
 from benchmarks.scale import LLAMA, python
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
@@ -197,9 +197,7 @@ def ratios(folder: str, to: Sizes) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=results_folder)
+    parser = report.parser("grid_plan", __doc__)
     parser.add_argument("--one", nargs=2, metavar=("FOLDER", "CASE"), help="this process alone")
     given = parser.parse_args()
     if given.one:
@@ -220,10 +218,9 @@ def main() -> None:
             write(Path(name), SMALL, saved)
             read.append({"saved": str(saved), "to": str(to), "ratios": ratios(name, to)})
     numel = sum(map(prod, LLAMA.values()))
-    made = {"commit": commit(), "runs": given.runs, "tensors": len(LLAMA), "numel": numel}
-    made |= {"cases": cases, "read": read, "machine": machine()}
+    made = {"runs": given.runs, "tensors": len(LLAMA), "numel": numel, "cases": cases, "read": read}
     print(json.dumps(made, indent=1))
-    keep(made, "grid-plan", given.output)
+    report.keep(made, "grid-plan", given.output)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,9 @@ from typing import Any
 
 import psutil
 
+from benchmarks import report
 from benchmarks.memory import Counters, forget_peak, resident
-from benchmarks.report import ROOT, commit, keep, machine, results_folder, spread
+from benchmarks.report import ROOT, spread
 
 HARNESS = ROOT / "tests" / "hosts" / "megatron"
 sys.path[:0] = [str(HARNESS), str(HARNESS.parent)]
@@ -195,11 +196,9 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.megatron", description=__doc__)
+    parser = report.parser("megatron", __doc__)
     parser.add_argument("--layers", type=int, default=6, help="of 12.6M parameters each, beside 67M (default 6)")
-    parser.add_argument("--runs", type=int, default=5, help="rounds of each case (default 5)")
     parser.add_argument("--release", default="0.19.2", help="of megatron-core (default 0.19.2)")
-    parser.add_argument("--output", type=results_folder, help="folder for the results")
     parser.add_argument("--work", type=json.loads, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.work is not None:
@@ -210,15 +209,13 @@ def main() -> None:
     made = {
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - started),
-        "commit": commit(),
-        "machine": machine(),
         "release": asked.release,
         "layers": asked.layers,
         "summary": summary(runs),
         "runs": runs,
     }
     print(json.dumps(made["summary"], indent=2))
-    keep(made, "megatron", asked.output)
+    report.keep(made, "megatron", asked.output)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ Prints each run; `--output FOLDER` writes JSON there too.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -31,12 +30,7 @@ TOOLS = ("convert", "verify --deep")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.nodes", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5, help="rounds, each of all contestants (default 5)")
-    parser.add_argument(
-        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
-    )
-    given = parser.parse_args()
+    given = report.parser("nodes", __doc__).parse_args()
     folder, out = SCRATCH / "nodes-source", SCRATCH / "nodes-out"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -44,7 +38,7 @@ def main() -> None:
     processes.start()
     try:
         processes.run(engines.save, world=SAVED_DP, shape=SHAPES[200], stage=2, folder=str(folder))
-        for number in range(given.repeats):
+        for number in range(given.runs):
             for tool in TOOLS:
                 for name in CONTESTANTS:
                     run = {"round": number, "tool": tool, "contestant": name, **_run(tool, name, folder, out)}
@@ -53,7 +47,7 @@ def main() -> None:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.rmtree(out, ignore_errors=True)
-    made = {"commit": report.commit(), "machine": report.machine(), "summary": summary(runs), "runs": runs}
+    made = {"summary": summary(runs), "runs": runs}
     print(json.dumps(made["summary"], indent=1))
     report.keep(made, "nodes", given.output)
 

@@ -10,7 +10,6 @@ Run: python -m benchmarks.offline [--layers N] [--runs N] [--output FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -18,16 +17,16 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
+from benchmarks import report
 from benchmarks.load import SCRATCH, warm
 from benchmarks.memory import Counters, forget_peak, resident
-from benchmarks.report import commit, exponent, keep, machine, results_folder, spread
+from benchmarks.report import exponent, spread
 from benchmarks.verify import fill, gpt_shapes, write_checkpoint
 from ds_reshard.operations import convert, inspect, verify
 
@@ -130,10 +129,8 @@ def growth(points: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser("offline", __doc__)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     SCRATCH.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=SCRATCH) as scratch:
@@ -142,16 +139,14 @@ def main() -> None:
         nbytes = fill(folder)
         measured = contest(folder, Path(scratch) / "out", given.runs)
         made = {
-            "commit": commit(),
-            "machine": machine(),
             "runs": given.runs,
             "nbytes": nbytes,
-            "versions": {name: version(name) for name in ("torch", "isal", "numpy")},
+            "versions": report.versions("torch", "isal", "numpy"),
             **measured,
             "growth": growth(list(growing(Path(scratch) / "growing", given.runs))),
         }
     print(json.dumps(made, indent=1))
-    keep(made, "offline", given.output)
+    report.keep(made, "offline", given.output)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ many bytes with s3fs, in 16 threads each, by 2 MiB. Prints each run; `--output F
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -49,12 +48,7 @@ sys.stdin.read()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.remote", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=3, help="rounds (default 3)")
-    parser.add_argument(
-        "--output", type=report.results_folder, help="folder for the results (default: none are written)"
-    )
-    given = parser.parse_args()
+    given = report.parser("remote", __doc__, runs=3).parse_args()
     folder = SCRATCH / "remote"
     shutil.rmtree(folder, ignore_errors=True)
     processes.start()
@@ -66,7 +60,7 @@ def main() -> None:
             command += ["--to", f"zero{STAGE}", "--dp", str(shards)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         with store(folder, "shards", "many") as far:
-            for number in range(given.repeats):
+            for number in range(given.runs):
                 (looked,) = processes.run(look, world=1, environment=far, url="s3://bucket/shards", dp=SHARDS)
                 if not runs:
                     (of_many,) = processes.run(look, world=1, environment=far, url="s3://bucket/many", dp=MANY)
@@ -80,7 +74,7 @@ def main() -> None:
                 print(json.dumps({**run, "seconds": max(rank["seconds"] for rank in ranks)}), flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    made = {"commit": report.commit(), "machine": report.machine(), "summary": summary(runs, of_many), "runs": runs}
+    made = {"summary": summary(runs, of_many), "runs": runs}
     print(json.dumps(made["summary"], indent=1))
     report.keep(made, "remote", given.output)
 

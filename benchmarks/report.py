@@ -60,9 +60,7 @@ def results(runs: list[dict[str, Any]], *, shape: Shape, options: Options, secon
     return {
         "made": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "seconds": round(seconds),
-        "commit": commit(),
-        "versions": {name: version(name) for name in ("torch", "deepspeed", "isal")}
-        | {"python": platform.python_version()},
+        "versions": versions("torch", "deepspeed", "isal"),
         "machine": machine(),
         "model": {"params": options.params, "width": shape.width, "layers": shape.layers, "dtype": "bfloat16"},
         "repeats": options.repeats,
@@ -100,6 +98,19 @@ def machine() -> dict[str, Any]:
     }
 
 
+def versions(*names: str) -> dict[str, str]:
+    return {name: version(name) for name in names} | {"python": platform.python_version()}
+
+
+def parser(name: str, description: str | None, *, runs: int = 5) -> argparse.ArgumentParser:
+    """What every benchmark is asked: how many rounds of all contestants, and where the results go."""
+    raw = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description, formatter_class=raw)
+    made.add_argument("--runs", "--repeats", type=int, default=runs, help="rounds (default %(default)s)")
+    made.add_argument("--output", type=results_folder, metavar="FOLDER", help="for the results (default: none is kept)")
+    return made
+
+
 def results_folder(text: str) -> Path:
     """An argument that is a folder for results: said before hours of measuring, not after them."""
     path = Path(text)
@@ -111,10 +122,11 @@ def results_folder(text: str) -> Path:
 def keep(made: Results, part: str, output: Path | None, *, device: str | None = None) -> None:
     """Write what a part of the benchmarks has measured into a folder, where one is given: PART-DEVICE.json.
 
-    `device` is what was measured, the processor unless it is named.
+    With it the commit and the machine. `device` is what was measured, the processor unless it is named.
     """
     if output is None:
         return
+    made = {"commit": commit(), "machine": machine(), **made}
     output.mkdir(parents=True, exist_ok=True)
     path = output / f"{part}-{slug(device or made['machine']['cpu'])}.json"
     path.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")

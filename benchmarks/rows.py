@@ -9,13 +9,10 @@ table; `--output FOLDER` writes JSON there too.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -132,10 +129,7 @@ def measured(saved: int, coming: int, runs: int, tensors: list[torch.Tensor], fo
 def main() -> None:
     from rich.console import Console
 
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.rows", description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=report.results_folder)
-    given = parser.parse_args()
+    given = report.parser("rows", __doc__).parse_args()
     torch.manual_seed(1)
     tensors = [torch.randn(SHAPE) for _ in KEYS]
     cases = []
@@ -156,9 +150,7 @@ def main() -> None:
             report.of(case["ratio"]),
         )
     Console(width=report.WIDTH).print(rows)
-    versions = {name: version(name) for name in ("torch", "numpy", "isal")} | {"python": platform.python_version()}
-    made = {"commit": report.commit(), "machine": report.machine(), "versions": versions, "cases": cases}
-    report.keep(made, "rows", given.output)
+    report.keep({"versions": report.versions("torch", "numpy", "isal"), "cases": cases}, "rows", given.output)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ Run: python -m benchmarks.scale [--runs N] [--long] [--whole N [--every M]] [--o
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -25,8 +24,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report
 from benchmarks.load import ROOT, SCRATCH
-from benchmarks.report import commit, exponent, keep, machine, results_folder, spread
+from benchmarks.report import exponent, spread
 
 sys.path.insert(0, str(ROOT / "tests" / "formats"))
 
@@ -177,24 +177,20 @@ def growth(cases: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=5)
+    parser = report.parser("scale", __doc__)
     parser.add_argument("--whole", type=int, metavar="N", help="plan all ranks' files, in N parts")
     parser.add_argument("--long", action="store_true", help="100,000 tensors instead: a minute a run, and a gigabyte")
     parser.add_argument("--every", type=int, metavar="M", default=1, help="plan one part of M (default: all)")
-    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     SCRATCH.mkdir(exist_ok=True)
-    made: dict[str, Any] = {"commit": commit()}
     with tempfile.TemporaryDirectory(dir=SCRATCH) as name:
         if given.whole:
-            made |= whole_plan(given.whole, given.every, Path(name))
+            made = whole_plan(given.whole, given.every, Path(name))
         else:
             cases = [measured(case, given.runs, Path(name)) for case in (LONG if given.long else CASES)]
-            made |= {"runs": given.runs, "cases": cases, "growth": {} if given.long else growth(cases)}
-    made["machine"] = machine()
+            made = {"runs": given.runs, "cases": cases, "growth": {} if given.long else growth(cases)}
     print(json.dumps(made, indent=1))
-    keep(made, "scale-whole" if given.whole else "scale-long" if given.long else "scale", given.output)
+    report.keep(made, "scale-whole" if given.whole else "scale-long" if given.long else "scale", given.output)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,19 @@ Run: python -m benchmarks.verify [--layers N] [--runs N] [--output FOLDER]
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.report import commit, keep, machine, results_folder, spread
+from benchmarks import report
+from benchmarks.fingerprint import rate
+from benchmarks.report import spread
 from ds_reshard.operations import Reading, diff, verify
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "formats"))
@@ -64,13 +64,6 @@ def plain_read(folder: Path) -> None:
         os.close(descriptor)
 
 
-def rate(work: Callable[[], object], nbytes: int) -> float:
-    """Gigabytes (1e9) a second of processor time."""
-    started = time.process_time()
-    work()
-    return nbytes / (time.process_time() - started) / 1e9
-
-
 def measured(folder: Path, nbytes: int, runs: int) -> dict[str, Any]:
     """All contestants in turn, `runs` times after one that is not counted."""
     torch.set_num_threads(1)
@@ -92,25 +85,17 @@ def measured(folder: Path, nbytes: int, runs: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser("verify", __doc__)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--output", type=results_folder)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "checkpoint"
         write_checkpoint(folder, gpt_shapes(layers=given.layers, width=1024), 4)
         nbytes = fill(folder)
         rates = measured(folder, nbytes, given.runs)
-    made = {
-        "commit": commit(),
-        "machine": machine(),
-        "torch": torch.__version__,
-        "nbytes": nbytes,
-        "gigabytes_per_cpu_second": rates,
-    }
+    made = {"torch": torch.__version__, "nbytes": nbytes, "gigabytes_per_cpu_second": rates}
     print(json.dumps(made, indent=1))
-    keep(made, "verify", given.output)
+    report.keep(made, "verify", given.output)
 
 
 if __name__ == "__main__":
