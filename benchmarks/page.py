@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks import dcp
@@ -27,42 +27,28 @@ def results(name: str) -> Iterator[tuple[str, Any]]:
         yield path.name, json.loads(path.read_text(encoding="utf-8"))
 
 
-def rows_of_table(heads: Row, rows: Iterable[Row]) -> str:
-    lines = [heads, tuple("---" for _ in heads), *rows]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
-
-
-def ratios() -> str:
+def ratios() -> Iterator[Row]:
     """Every comparison: ours over theirs, side by side in one run."""
-    heads = ("what", "beside", "ratio of times", "runs")
-    rows = [*_loads(), *_conversions(), *_tools(), *_processor()]
-    return rows_of_table(heads, [(what, peer, of(ratio, ".2g"), f"{ratio['n']:.0f}") for what, peer, ratio in rows])
+    yield "what", "beside", "ratio of times", "runs"
+    for what, peer, ratio in (*_loads(), *_conversions(), *_tools(), *_processor()):
+        yield what, peer, of(ratio, ".2g"), f"{ratio['n']:.0f}"
 
 
 _PEERS = ("deepspeed", "small pages", "universal")
 
 
-def first() -> str:
+def first() -> Iterator[Row]:
     """The first load of a fresh process, in each condition of the machine; the last row is the worst of each."""
-    heads = (
-        "machine",
-        "condition",
-        "seconds",
-        "DeepSpeed's own",
-        "over it",
-        "over small pages",
-        "over `ds_to_universal` and load",
-    )
-    rows: list[Row] = []
+    over_universal = "over `ds_to_universal` and load"
+    yield "machine", "condition", "seconds", "DeepSpeed's own", "over it", "over small pages", over_universal
     for _, made in results("first-load"):
         cpu = made["machine"]["cpu"]
         for name, one in made["conditions"].items():
             over = [of(one["over"].get(peer), ".2g") for peer in _PEERS]
             seconds = [of(one["seconds"][who], ".2g") for who in ("direct", "deepspeed")]
-            rows.append((cpu, name, *seconds, *over))
+            yield cpu, name, *seconds, *over
         worst = [f"{made['worst'][peer]:.2g}" if peer in made["worst"] else "" for peer in _PEERS]
-        rows.append((cpu, "**worst median**", "", "", *worst))
-    return rows_of_table(heads, rows)
+        yield cpu, "**worst median**", "", "", *worst
 
 
 def _loads() -> Iterator[tuple[str, str, Spread]]:
@@ -109,148 +95,123 @@ def _processor() -> Iterator[tuple[str, str, Spread]]:
                 yield f"{what}, processor time", plain, spread([rates[plain]["median"] / rates[what]["median"]])
 
 
-def growth() -> str:
+def growth() -> Iterator[Row]:
     """By which power costs grow."""
-    rows: list[Row] = []
+    yield "what", "by", "from, to", "power", "memory at most, MiB"
     for _, made in results("offline"):
         for name, found in made["growth"].items():
             what, _, by = name.partition(", ")
             low, high = found["points"][0], found["points"][-1]
             most = max(point["grown_nbytes"] for point in found["points"]) / 2**20
-            rows.append(
-                (what, by, f"{low['size']:.3g} to {high['size']:.3g}", f"{found['exponent']:.2f}", f"{most:.0f}")
-            )
+            yield what, by, f"{low['size']:.3g} to {high['size']:.3g}", f"{found['exponent']:.2f}", f"{most:.0f}"
     for _, made in results("scale"):
         for name, power in made.get("growth", {}).items():
             by, here = points(made["cases"])[name]
             most = max(case["own"]["peak_nbytes"] for case in here) / 2**20
             size = f"{here[0][by]} to {here[-1][by]}"
-            rows.append(("one rank's planning", name, size, f"{power:.2f}", f"{most:.0f}"))
-    return rows_of_table(("what", "by", "from, to", "power", "memory at most, MiB"), rows)
+            yield "one rank's planning", name, size, f"{power:.2f}", f"{most:.0f}"
 
 
-def spent() -> str:
+def spent() -> Iterator[Row]:
     """Where the time of the offline tools goes, as the kernel counts it."""
-    rows: list[Row] = []
+    yield "tool", "seconds", "user", "system", "read", "written", "page faults"
     for _, made in results("offline"):
         for name, counted in made["spent"].items():
-            rows.append(
-                (
-                    name,
-                    of(made["seconds"][name], ".2g"),
-                    f"{counted['user_s']:.2g}",
-                    f"{counted['system_s']:.2g}",
-                    _size(counted["read_nbytes"]),
-                    _size(counted["written_nbytes"]),
-                    f"{counted['minor_faults']:,.0f}",
-                )
-            )
-    return rows_of_table(("tool", "seconds", "user", "system", "read", "written", "page faults"), rows)
+            spent_s = of(made["seconds"][name], ".2g"), f"{counted['user_s']:.2g}", f"{counted['system_s']:.2g}"
+            moved = _size(counted["read_nbytes"]), _size(counted["written_nbytes"])
+            yield name, *spent_s, *moved, f"{counted['minor_faults']:,.0f}"
 
 
-def readers() -> str:
+def readers() -> Iterator[Row]:
     """Loads of `torch.distributed.checkpoint`, by its own reader and by ours."""
-    rows: list[Row] = []
+    yield "state dict", "ranks", "reader", "seconds", "times as fast", "over `preadv`"
     for _, made in results("dcp"):
         for row in dcp.ratios(made):
             times = ("", "") if row["reader"] == dcp.TORCH else (of(row["torch"], ".2g"), of(row["floor"], ".2g"))
-            rows.append((row["case"], row["world"], row["reader"], of(row["seconds"], ".2g"), *times))
-    return rows_of_table(("state dict", "ranks", "reader", "seconds", "times as fast", "over `preadv`"), rows)
+            yield row["case"], row["world"], row["reader"], of(row["seconds"], ".2g"), *times
 
 
-def columns() -> str:
+def columns() -> Iterator[Row]:
     """Tensors that are cut by columns, under another tensor-parallel size."""
-    rows: list[Row] = []
+    yield "ranks", "entries of a rank's plan", "planning, ms", "moving, s", "over `preadv`"
     for _, made in results("rows"):
         for case in made["cases"]:
             plan = {name: value * 1e3 if name != "n" else value for name, value in case["plan_s"].items()}
             figures = (of(plan, ".2g"), of(case["seconds"], ".2g"), of(case["ratio"], ".2g"))
-            rows.append((f"{case['saved']} to {case['coming']}", case["entries"], *figures))
-    return rows_of_table(("ranks", "entries of a rank's plan", "planning, ms", "moving, s", "over `preadv`"), rows)
+            yield f"{case['saved']} to {case['coming']}", case["entries"], *figures
 
 
-def machines() -> str:
+def machines() -> Iterator[Row]:
     """Where each file of results was made, and of which commit."""
-    rows: list[Row] = []
+    yield "results", "machine", "commit"
     for path in sorted(RESULTS.glob("*.json")):
         made = json.loads(path.read_text(encoding="utf-8"))
         machine = made["machine"]
         where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB, Linux {machine['kernel']}"
         commit, _, changes = made["commit"].partition(" ")
         named = f"[{path.name}](../benchmarks/results/{path.name})"
-        rows.append((named, where, f"{commit[:7]} {changes}".strip()))
-    return rows_of_table(("results", "machine", "commit"), rows)
+        yield named, where, f"{commit[:7]} {changes}".strip()
 
 
-def ranks() -> str:
+def ranks() -> Iterator[Row]:
     """One rank of each case."""
-    heads = ("checkpoint", "ranks", "planning, s", "memory, MiB", "files opened", "reads", "metadata", "copies", "data")
-    rows: list[Row] = []
+    yield "checkpoint", "ranks", "planning, s", "memory, MiB", "files opened", "reads", "metadata", "copies", "data"
     for _, made in results("scale"):
         for case in made.get("cases", ()):
             own = case["own"]
-            rows.append(
-                (
-                    f"{case['name']}, ZeRO-{case['stage']}",
-                    f"{case['dp']} to {case['to_dp']}",
-                    of(case["own_seconds"], ".2g"),
-                    f"{own['peak_nbytes'] / 2**20:.0f}",
-                    own["opens"],
-                    own["reads"],
-                    _size(own["read_nbytes"]),
-                    f"{case['plan']['copies']:,}",
-                    _size(case["plan"]["nbytes"]),
-                )
+            yield (
+                f"{case['name']}, ZeRO-{case['stage']}",
+                f"{case['dp']} to {case['to_dp']}",
+                of(case["own_seconds"], ".2g"),
+                f"{own['peak_nbytes'] / 2**20:.0f}",
+                own["opens"],
+                own["reads"],
+                _size(own["read_nbytes"]),
+                f"{case['plan']['copies']:,}",
+                _size(case["plan"]["nbytes"]),
             )
-    return rows_of_table(heads, rows)
 
 
-def grids() -> str:
+def grids() -> Iterator[Row]:
     """One rank of a coming run of another grid."""
-    heads = ("saved", "resumed", "opening heads, s", "planning, s", "processor, s", "memory, MiB")
-    heads += ("files opened", "metadata", "copies", "data", "over what it owns")
-    rows: list[Row] = []
+    costs = ("opening heads, s", "planning, s", "processor, s", "memory, MiB")
+    yield "saved", "resumed", *costs, "files opened", "metadata", "copies", "data", "over what it owns"
     for _, made in results("grid-plan"):
         for case in made["cases"]:
             parts, plan = (case["heads"], case["own"]), case["plan"]
-            rows.append(
-                (
-                    case["saved"],
-                    case["to"],
-                    of(case["seconds"]["heads"], ".2g"),
-                    of(case["seconds"]["own"], ".2g"),
-                    f"{case['cpu_s']['heads']['median'] + case['cpu_s']['own']['median']:.2f}",
-                    f"{case['own']['nbytes'] / 2**20:.0f}",
-                    f"{sum(part['opens'] for part in parts):,} + {plan['files']}",
-                    _size(sum(part["read_nbytes"] for part in parts)),
-                    f"{plan['copies']:,}",
-                    _size(plan["nbytes"]),
-                    f"{plan['nbytes'] / plan['owned_nbytes']:.3f}",
-                )
+            yield (
+                case["saved"],
+                case["to"],
+                of(case["seconds"]["heads"], ".2g"),
+                of(case["seconds"]["own"], ".2g"),
+                f"{case['cpu_s']['heads']['median'] + case['cpu_s']['own']['median']:.2f}",
+                f"{case['own']['nbytes'] / 2**20:.0f}",
+                f"{sum(part['opens'] for part in parts):,} + {plan['files']}",
+                _size(sum(part["read_nbytes"] for part in parts)),
+                f"{plan['copies']:,}",
+                _size(plan["nbytes"]),
+                f"{plan['nbytes'] / plan['owned_nbytes']:.3f}",
             )
-    return rows_of_table(heads, rows)
 
 
-def bytes_read() -> str:
+def bytes_read() -> Iterator[Row]:
     """All bytes that ranks ask the system for, of small checkpoints."""
-    rows: list[Row] = []
+    yield "saved", "resumed", "ranks", "read, over owned"
     for _, made in results("grid-plan"):
-        rows += [
-            (case["saved"], case["to"], len(case["ratios"]), f"{min(case['ratios']):.3f} to {max(case['ratios']):.3f}")
-            for case in made["read"]
-        ]
-    return rows_of_table(("saved", "resumed", "ranks", "read, over owned"), rows)
+        for case in made["read"]:
+            over = case["ratios"]
+            yield case["saved"], case["to"], len(over), f"{min(over):.3f} to {max(over):.3f}"
 
 
-def resume() -> str:
+def resume() -> Iterator[Row]:
     """A resume of the largest case, on the whole: measured for one rank and multiplied; upstream's by its rules."""
-    rows: list[Row] = []
+    yield "", "ds_reshard", "`ds_to_universal`", "load of what it made"
     for _, made in results("scale"):
         for case in (case for case in made.get("cases", ()) if (case["name"], case["dp"]) == ("1T parameters", 4096)):
             own, look, plan, to = case["own"], case["look"], case["plan"], case["to_dp"]
             states, shards = 3 * case["tensors"], case["dp"]
             pieces, total = states * shards, 12 * case["numel"]
-            rows += [
+            yield from (
                 (
                     "files opened",
                     f"{to * (own['opens'] + plan['files']) + look['opens']:,}",
@@ -267,15 +228,14 @@ def resume() -> str:
                     _size(to * total),
                 ),
                 ("bytes written", "0", _size(2 * total), "0"),
-            ]
-    return rows_of_table(("", "ds_reshard", "`ds_to_universal`", "load of what it made"), rows)
+            )
 
 
-def parts() -> str:
+def parts() -> Iterator[Row]:
     """The plan of all ranks."""
-    rows: list[Row] = []
+    yield "", ""
     for _, made in results("scale-whole"):
-        rows += [
+        yield from (
             ("parts planned, of all", f"{made['planned_parts']} of {made['parts']}"),
             ("a part, s", of(made["part_seconds"], ".1f")),
             ("processor time of a part, s", f"{made['cpu_s'] / made['planned_parts']:.1f}"),
@@ -283,8 +243,7 @@ def parts() -> str:
             (f"all parts, {made['processes']} processes, s", f"{made['all_seconds']:.0f}"),
             ("metadata read by a part", _size(made["metadata_nbytes"] / made["planned_parts"])),
             ("source files read for a target file, at most", made["files_read_by_a_unit"]),
-        ]
-    return rows_of_table(("", ""), rows)
+        )
 
 
 def _size(nbytes: float) -> str:
@@ -293,7 +252,7 @@ def _size(nbytes: float) -> str:
 
 
 _UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15, "EB": 1e18}
-TABLES: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], Iterator[Row]]] = {
     made.__name__: made
     for made in (first, ratios, growth, spent, readers, columns, machines, ranks, resume, parts, grids, bytes_read)
 }
@@ -303,7 +262,9 @@ def page(text: str) -> str:
     """A page with its tables made anew."""
 
     def table(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n\n{TABLES[match[1]]()}\n\n<!-- end -->"
+        heads, *rows = TABLES[match[1]]()
+        lines = (" | ".join(map(str, line)) for line in (heads, ["---"] * len(heads), *rows))
+        return "\n".join([f"<!-- {match[1]} -->", "", *(f"| {line} |" for line in lines), "", "<!-- end -->"])
 
     return re.sub(r"<!-- (\w+) -->\n.*?<!-- end -->", table, text, flags=re.DOTALL)
 
