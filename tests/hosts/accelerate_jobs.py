@@ -6,17 +6,11 @@ from typing import Any
 
 import jobs
 import torch
-from cases import GLOBAL_BATCH, Model
+from cases import GLOBAL_BATCH
+from late_jobs import new_accelerator, new_net
 
 
 def _prepare(stage: int, lr: float, slope: float, policy: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
-
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-    jobs.forget()
     world = torch.distributed.get_world_size()
     config = {
         "train_batch_size": GLOBAL_BATCH,
@@ -29,10 +23,7 @@ def _prepare(stage: int, lr: float, slope: float, policy: dict[str, Any], seed: 
         "bf16": {"enabled": True},
         "ds_reshard": {"resume": policy},
     }
-    plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
-    accelerator = Accelerator(deepspeed_plugin=plugin, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
-    torch.manual_seed(seed)
-    net = jobs.Net(Model())
+    accelerator, net = new_accelerator(config), new_net(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + slope * step))
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import Model
 from jobs import Net, _groups, batch
+from logs import refusal
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -122,11 +123,7 @@ def opened(folders: list[str]) -> str:
     """The text with which a Reader is refused of which each rank is given a folder of its own; "" where it is not."""
     import ds_reshard.dcp
 
-    try:
-        ds_reshard.dcp.Reader(folders[dist.get_rank()], group=dist.group.WORLD)
-    except ds_reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    return refusal(lambda: ds_reshard.dcp.Reader(folders[dist.get_rank()], group=dist.group.WORLD))
 
 
 def loaded_by_torch(nodes: list[str]) -> tuple[str, list[float]]:
@@ -135,11 +132,8 @@ def loaded_by_torch(nodes: list[str]) -> tuple[str, list[float]]:
 
     held = {"model": {"weight": torch.zeros(3)}}
     with contextlib.chdir(nodes[dist.get_rank()]), ds_reshard.install("fsdp"):
-        try:
-            dcp.load(held, checkpoint_id="ckpt")
-        except ds_reshard.ReshardError as error:
-            return f"{type(error).__name__}: {error}", held["model"]["weight"].tolist()
-    return "", held["model"]["weight"].tolist()
+        told = refusal(lambda: dcp.load(held, checkpoint_id="ckpt"))
+    return told, held["model"]["weight"].tolist()
 
 
 def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[float]:

@@ -6,7 +6,6 @@ A save is damaged where another process or a disk would damage it: after its las
 from __future__ import annotations
 
 import importlib
-import logging
 import os
 import shutil
 import sys
@@ -20,8 +19,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import Model
 from dcp_jobs import accelerates
-from fsdp_jobs import Lines, build
+from fsdp_jobs import build
 from fsdp_manager_jobs import OPTIONS, _cut, _file, _flat_save, _fsdp2, _schedule, _swapped, train
+from logs import heard, refusal
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -73,14 +73,6 @@ FILE_DAMAGES: dict[str, Damage] = {
 }
 
 
-def _said(save: Callable[[], object]) -> str:
-    try:
-        save()
-    except ds_reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def _damaging(damage: Damage) -> Any:
     """torch's writer, whose last act on the coordinator is followed by damage."""
     finish = dcp.FileSystemWriter.finish
@@ -105,32 +97,30 @@ def _state() -> dict[str, Any]:
 def saves(folder: str) -> dict[str, Any]:
     """What this rank is told of saves of each damage, in one folder's subfolders, and of other ways to save."""
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # which accelerate wants, and does not use
-    state, lines = _state(), Lines()
-    logging.getLogger("ds_reshard").addHandler(lines)
-    told: dict[str, Any] = {}
+    state, told = _state(), dict[str, Any]()
     dcp.save({"other": torch.zeros(3)}, checkpoint_id=f"{folder}/{OTHER}")
-    with ds_reshard.install("fsdp", verify_after_save=True):
+    with heard() as lines, ds_reshard.install("fsdp", verify_after_save=True):
         for name, damage in DCP_DAMAGES.items():
             with _damaging(damage):
-                told[name] = _said(lambda name=name: dcp.save(state, checkpoint_id=f"{folder}/{name}"))  # type: ignore[misc]
+                told[name] = refusal(lambda name=name: dcp.save(state, checkpoint_id=f"{folder}/{name}"))  # type: ignore[misc]
         group = dist.new_group(backend="gloo")
         with _damaging(_flip):
             at = f"{folder}/thread"
-            told["thread"] = _said(lambda: dcp.async_save(state, checkpoint_id=at, process_group=group).result())
+            told["thread"] = refusal(lambda: dcp.async_save(state, checkpoint_id=at, process_group=group).result())
         kind = AsyncCheckpointerType.PROCESS
-        told["process"] = _said(lambda: dcp.async_save(state, checkpoint_id=at, async_checkpointer_type=kind))
-        told["accelerate"] = _said(lambda: accelerates("", Model(), out=f"{folder}/accelerate"))
+        told["process"] = refusal(lambda: dcp.async_save(state, checkpoint_id=at, async_checkpointer_type=kind))
+        told["accelerate"] = refusal(lambda: accelerates("", Model(), out=f"{folder}/accelerate"))
         with _damaging(_flip):
-            told["accelerate, a bit"] = _said(lambda: accelerates("", Model(), out=f"{folder}/accelerate.bit"))
-        told["lines before"] = list(lines.texts)
+            told["accelerate, a bit"] = refusal(lambda: accelerates("", Model(), out=f"{folder}/accelerate.bit"))
+        told["lines before"] = list(lines)
         writer = dcp.FileSystemWriter(
             f"{folder}/safetensors", serialization_format=dcp.filesystem.SerializationFormat.SAFETENSORS
         )
-        told["safetensors"] = _said(lambda: dcp.save({"model": state["model"]}, storage_writer=writer))
-        told["lines"] = lines.texts[len(told["lines before"]) :]
+        told["safetensors"] = refusal(lambda: dcp.save({"model": state["model"]}, storage_writer=writer))
+        told["lines"] = lines[len(told["lines before"]) :]
         ds_reshard.install("fsdp", verify_after_save=False)
         with _damaging(_flip):
-            told["not asked"] = _said(lambda: dcp.save(state, checkpoint_id=f"{folder}/not asked"))
+            told["not asked"] = refusal(lambda: dcp.save(state, checkpoint_id=f"{folder}/not asked"))
     return told
 
 
@@ -206,5 +196,5 @@ def managed(folder: str, kind: str) -> dict[str, Any]:
 
             os.makedirs(at, exist_ok=True)
             manager = found(model, optimizer, scheduler, save, damage)
-            told[name] = _said(lambda at=at, manager=manager: manager.save_checkpoint(at))  # type: ignore[misc]
+            told[name] = refusal(lambda at=at, manager=manager: manager.save_checkpoint(at))  # type: ignore[misc]
         return told

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch._dynamo  # the first optimizer loads it: once, in the server of `fresh.py`
 import torch.distributed as dist
+from logs import heard
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -219,17 +219,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dim() else tensor
 
 
-class Lines(logging.Handler):
-    """What ds_reshard logs."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def _hooks(on: bool) -> Any:
     import ds_reshard
 
@@ -272,10 +261,8 @@ def row(
             touch(optimizer)
         odd(model, optimizer, oddity)
         before = {p: {k: (v, v.clone()) for k, v in s.items()} for p, s in optimizer.state.items()}
-        lines = Lines()
-        logging.getLogger("ds_reshard").addHandler(lines)
-        found = {name: contents(WAYS[name](model, optimizer)) for name in ([way] if way else WAYS)}
-        logging.getLogger("ds_reshard").removeHandler(lines)
+        with heard() as lines:
+            found = {name: contents(WAYS[name](model, optimizer)) for name in ([way] if way else WAYS)}
     same = before.keys() == optimizer.state.keys() and all(
         after[state] is value and torch.equal(value, copy)
         for p, states in before.items()
@@ -294,7 +281,7 @@ def row(
         for name, states in found.items()
     }
     dtypes = {str(t.dtype) for states in found.values() for s in states.values() for t in s.values()}
-    return {"told": told, "live": same, "lines": lines.texts, "dtypes": sorted(dtypes)}
+    return {"told": told, "live": same, "lines": lines, "dtypes": sorted(dtypes)}
 
 
 def easyr1(folder: str, bf16: bool) -> dict[tuple[str, str], torch.Tensor]:

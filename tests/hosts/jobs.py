@@ -10,6 +10,8 @@ import datetime
 import gc
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,31 @@ def join(timeout_s: int) -> None:
 def process_groups() -> int:
     """How many process groups there are, those of engines that are gone among them."""
     return len(torch.distributed.distributed_c10d._world.pg_map)
+
+
+def forget_accelerate() -> None:
+    """Whatever accelerate has set up in this process before."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, PartialState, GradientState):
+        state._reset_state()
+
+
+@contextmanager
+def trainer_on_cpus() -> Iterator[None]:
+    """For a Trainer that is made inside: accelerate joins the ranks that there are, and asks for no accelerator."""
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+
+    forget_accelerate()
+    backend, PartialState._prepare_backend = (
+        PartialState._prepare_backend,
+        lambda *_, **__: ("gloo", DistributedType.NO),
+    )
+    try:
+        yield
+    finally:
+        PartialState._prepare_backend = backend
 
 
 def forget() -> None:

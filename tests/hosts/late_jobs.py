@@ -123,12 +123,10 @@ def _let_old_releases_run() -> None:
 def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any) -> Any:
     """An accelerator of this world with this JSON, whatever the process had before."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
     jobs.forget()
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    jobs.forget_accelerate()
     _let_old_releases_run()
     plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
     handlers = [InitProcessGroupKwargs(backend="gloo")] if backend else []

@@ -53,14 +53,11 @@ def run(
     `metric` names a scheduler that is stepped by what an evaluation gives, here after every second update.
     `beside` are more hosts to hook.
     """
-    from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     import ds_reshard
 
     jobs.forget()
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
     rates: list[list[float]] = []
 
     class Rates(TrainerCallback):
@@ -85,10 +82,8 @@ def run(
         "eval_steps": 2,
         "metric_for_best_model": "eval_loss",
     }
-    original = PartialState._prepare_backend
-    PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.NO)
     try:
-        with ExitStack() as stack:
+        with jobs.trainer_on_cpus(), ExitStack() as stack:
             for host in ("accelerate", "deepspeed", *beside) if hooks else ():
                 stack.enter_context(ds_reshard.install(host))
             arguments = TrainingArguments(
@@ -116,8 +111,6 @@ def run(
             engine = trainer.model_wrapped
     except ds_reshard.ReshardError as error:
         return {"raised": type(error).__name__, "text": str(error)}
-    finally:
-        PartialState._prepare_backend = original
     return {"raised": None, "rates": [sorted(set(used)) for used in rates], "updates": engine.global_steps}
 
 

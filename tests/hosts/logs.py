@@ -1,10 +1,21 @@
-"""What the package logs in a worker process."""
+"""What a worker process is told by the package: what it logs, and what it refuses."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+
+def refusal(work: Callable[[], object]) -> str:
+    """The class and the text of the error of ours that `work` raises; empty where it raises none."""
+    import ds_reshard
+
+    try:
+        work()
+    except ds_reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @contextmanager

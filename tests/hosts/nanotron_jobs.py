@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from logs import refusal
 
 import ds_reshard
 from ds_reshard.resume import policy_sources
@@ -317,16 +318,9 @@ def call_save(run: Run, out: str, how: str) -> str:
     with hooked():
         scheduler = DistributedTrainer(config_for(run, context, None)).lr_scheduler
         given: dict[str, Any] = {"lr_scheduler": scheduler, "parallel_context": context, "root_folder": place}
-        try:
-            if how == "dropped by name":
-                serialize.save_lr_scheduler(**given)
-            elif how == "dropped by position":
-                serialize.save_lr_scheduler(scheduler, context, place)
-            else:
-                serialize.save_lr_scheduler(is_zero={"wrong": not run.zero, "stage": run.zero}[how], **given)
-        except ds_reshard.ReshardError as error:
-            return f"{type(error).__name__}: {error}"
-    return "saved"
+        more = {"wrong": {"is_zero": not run.zero}, "stage": {"is_zero": run.zero}}.get(how, {})
+        args, named = (tuple(given.values()), {}) if how == "dropped by position" else ((), {**given, **more})
+        return refusal(lambda: serialize.save_lr_scheduler(*args, **named)) or "saved"
 
 
 def random_states(run: Run, folder: str) -> None:
@@ -346,11 +340,7 @@ def load_random(run: Run, folder: str) -> str:
 
     context = context_of(run)
     with hooked():
-        try:
-            serialize.load_random_states(context, Path(folder) / str(STEP))
-        except ds_reshard.ReshardError as error:
-            return f"{type(error).__name__}: {error}"
-    return "loaded"
+        return refusal(lambda: serialize.load_random_states(context, Path(folder) / str(STEP))) or "loaded"
 
 
 def copies() -> str:

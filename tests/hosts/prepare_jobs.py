@@ -9,22 +9,12 @@ from typing import Any
 import jobs
 import torch
 from late_jobs import LR, new_accelerator, new_net, param_groups, weights
+from logs import heard
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0, "warmup_max_lr": 5e-4, "warmup_num_steps": 4}}
 AUTO = {"type": "WarmupLR", "params": dict.fromkeys(WARMUP["params"], "auto")}
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
 FIXED = {"type": "AdamW", "params": {"lr": 5e-4, "weight_decay": 0.1, "torch_adam": True}}
-
-
-class _Lines(logging.Handler):
-    """The messages of a logger."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append(record.getMessage())
 
 
 def falling(step: int) -> float:
@@ -44,6 +34,20 @@ class OwnMetric:
         self.last_epoch += 1
         for group in self.optimizer.param_groups:
             group["lr"] *= 0.5 if metrics > 1 else 1.0
+
+
+def _config(micro: int = 6, stage: int = 1, **more: Any) -> dict[str, Any]:
+    base = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": 1}
+    return {**base, "zero_optimization": {"stage": stage}, **more}
+
+
+UNTESTED = {"zero_allow_untested_optimizer": True}
+
+
+def _accelerated(hooks: bool) -> Any:
+    import ds_reshard
+
+    return ds_reshard.install("accelerate") if hooks else nullcontext()
 
 
 def make_optimizer(kind: str, net: Any) -> Any:
@@ -119,13 +123,13 @@ def row(
         "steps_per_print": 10**9,
     }
     if json_optimizer is not None:
-        config["optimizer"] = {**json_optimizer, "params": dict(json_optimizer["params"])}
+        config["optimizer"] = _copy(json_optimizer)
     if json_scheduler is not None:
-        config["scheduler"] = {**json_scheduler, "params": dict(json_scheduler["params"])}
+        config["scheduler"] = _copy(json_scheduler)
     if clock is not None:
         config["ds_reshard"] = {"accelerate": {"clock": clock}}
     told: dict[str, Any] = {"raised": None, "text": "", "at": "", "rates": []}
-    with ds_reshard.install("accelerate") if hooks else nullcontext():
+    with _accelerated(hooks):
         at = "build"
         try:
             accelerator = new_accelerator(config, backend=backend)
@@ -169,13 +173,8 @@ def twice(hooks: bool) -> dict[str, Any]:
 
     import ds_reshard
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    }
-    with ds_reshard.install("accelerate") if hooks else nullcontext():
+    config = _config(1, optimizer=_copy(ADAMW))
+    with _accelerated(hooks):
         accelerator = new_accelerator(config)
         engines, found = [], []
         for rate in (1e-3, 1e-5):
@@ -195,8 +194,7 @@ def twice(hooks: bool) -> dict[str, Any]:
             before = weights(engine)
             engine.backward(_loss(engine))
             engine.step()
-            after = weights(engine)
-            moved.append(any(not torch.equal(before[name], after[name]) for name in before))
+            moved.append(_moved(engine, before))
         accelerator.free_memory()
     rates = [engine.basic_optimizer.param_groups[0]["lr"] for engine in engines]
     return {"rates": rates, "refused": refused, "moved": moved, "found": [finding.rule for finding in found]}
@@ -204,16 +202,8 @@ def twice(hooks: bool) -> dict[str, Any]:
 
 def two_models(hooks: bool) -> str:
     """Two models in one prepare: the name of the error."""
-    import ds_reshard
-
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-    }
-    with ds_reshard.install("accelerate") if hooks else nullcontext():
-        accelerator, net = new_accelerator(config), new_net()
+    with _accelerated(hooks):
+        accelerator, net = new_accelerator(_config(**UNTESTED)), new_net()
         try:
             accelerator.prepare(net, new_net(), torch.optim.AdamW(net.parameters(), lr=LR))
         except Exception as error:
@@ -223,16 +213,8 @@ def two_models(hooks: bool) -> str:
 
 def reference_first(hooks: bool) -> dict[str, Any]:
     """A model without optimizer is prepared before the one that trains: where does `accelerator.backward` go?"""
-    import ds_reshard
-
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 3},
-        "zero_allow_untested_optimizer": True,
-    }
-    with ds_reshard.install("accelerate") if hooks else nullcontext():
-        accelerator, net = new_accelerator(config), new_net()
+    with _accelerated(hooks):
+        accelerator, net = new_accelerator(_config(1, 3, **UNTESTED)), new_net()
         accelerator.prepare(new_net())
         engine, _ = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=LR))
         before = weights(engine)
@@ -240,24 +222,15 @@ def reference_first(hooks: bool) -> dict[str, Any]:
             accelerator.backward(_loss(engine))
         except Exception as error:
             return {"raised": type(error).__name__}
-        after = weights(engine)
-    return {"raised": None, "moved": any(not torch.equal(before[name], after[name]) for name in before)}
+        return {"raised": None, "moved": _moved(engine, before)}
 
 
 def plateau(kind: str) -> dict[str, Any]:
     """A metric-driven scheduler from a callable, stepped by the script."""
     from accelerate.utils import DummyOptim
 
-    import ds_reshard
-
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-    }
-    with ds_reshard.install("accelerate"):
-        accelerator, net = new_accelerator(config), new_net()
+    with _accelerated(True):
+        accelerator, net = new_accelerator(_config(optimizer=_copy(ADAMW))), new_net()
         optimizer = DummyOptim(list(net.parameters()), lr=LR)
         scheduler = make_scheduler(kind, optimizer, net)
         engine, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
@@ -267,6 +240,15 @@ def plateau(kind: str) -> dict[str, Any]:
             scheduler.step(metric)
             rates.append(optimizer.param_groups[0]["lr"])
     return {"rates": rates, "metric": scheduler.scheduler.best}
+
+
+def _copy(section: dict[str, Any]) -> dict[str, Any]:
+    return {**section, "params": dict(section["params"])}
+
+
+def _moved(engine: Any, before: dict[str, Any]) -> bool:
+    after = weights(engine)
+    return any(not torch.equal(before[name], after[name]) for name in before)
 
 
 def _listed(thing: Any) -> list[Any]:
@@ -298,16 +280,12 @@ def explicit(kind: str, clock: str | None = None, said: str | None = None) -> di
 
     import ds_reshard
 
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 2},
-    }
+    config = _config(stage=2)
     if kind not in ("real", "no function"):
-        config["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}}
+        config["optimizer"] = _copy(ADAMW)
     if said is not None:
         config["ds_reshard"] = {"accelerate": {"clock": said}}
-    accelerator, net, lines = new_accelerator(config), new_net(), _Lines()
+    accelerator, net = new_accelerator(config), new_net()
     placeholder = None
     scheduler: Any = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, falling)  # noqa: E731
     optimizer: Any = {
@@ -315,10 +293,8 @@ def explicit(kind: str, clock: str | None = None, said: str | None = None) -> di
         "no function": 5,
         "wrong": lambda params: torch.nn.Linear(1, 1),
     }.get(kind, lambda params: DummyOptim(params, lr=LR))
-    logging.getLogger("ds_reshard").addHandler(lines)
-    logging.getLogger("ds_reshard").setLevel(logging.INFO)
     try:
-        with ds_reshard.install("accelerate"):
+        with heard(logging.INFO) as lines, ds_reshard.install("accelerate"):
             if kind == "objects":
                 optimizer = placeholder = DummyOptim(net.parameters(), lr=LR)
                 scheduler = scheduler(placeholder)
@@ -328,12 +304,9 @@ def explicit(kind: str, clock: str | None = None, said: str | None = None) -> di
                 ds_reshard.prepare(accelerator, **given)
             things = [made.model, made.optimizer, made.scheduler]
             rates = _train(accelerator, things, 3, True)
-        return {"rates": rates, "lines": lines.seen, "loaders": len(made.dataloader), "raised": None}
+        return {"rates": rates, "lines": lines, "loaders": len(made.dataloader), "raised": None}
     except ds_reshard.ReshardError as error:
         return {"raised": type(error).__name__, "text": str(error)}
-    finally:
-        logging.getLogger("ds_reshard").removeHandler(lines)
-        logging.getLogger("ds_reshard").setLevel(logging.NOTSET)
 
 
 def again() -> dict[str, Any]:
@@ -342,14 +315,8 @@ def again() -> dict[str, Any]:
 
     import ds_reshard
 
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "optimizer": {**ADAMW, "params": dict(ADAMW["params"])},
-    }
     with ds_reshard.install("accelerate"):
-        accelerator, net = new_accelerator(config), new_net()
+        accelerator, net = new_accelerator(_config(optimizer=_copy(ADAMW))), new_net()
         placeholder = DummyOptim(list(net.parameters()), lr=LR)
         scheduler = make_scheduler("torch", placeholder, net)
         placeholder.register_step_post_hook(lambda *_: called.append(1))
@@ -378,14 +345,9 @@ def failing(hooks: bool) -> dict[str, Any]:
     net = new_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=LR)
     scheduler = LambdaLR(optimizer, lambda step: None if step == 2 else 1 / (1 + step))
-    config = {
-        "train_micro_batch_size_per_gpu": 6,
-        "gradient_accumulation_steps": 1,
-        "zero_optimization": {"stage": 1},
-        "zero_allow_untested_optimizer": True,
-    }
+    given = {"model": net, "optimizer": optimizer, "lr_scheduler": scheduler, "config": _config(**UNTESTED)}
     with ds_reshard.install("deepspeed") if hooks else nullcontext():
-        engine = deepspeed.initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
+        engine = deepspeed.initialize(**given)[0]
         raised = []
         for step in range(3):
             engine.backward(_loss(engine, step))

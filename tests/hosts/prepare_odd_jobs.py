@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import jobs
 import torch
 from late_jobs import LR, Late, new_accelerator, new_net, prepared, train
-from prepare_jobs import _Lines, _train, falling
+from logs import heard, refusal
+from prepare_jobs import _train, falling
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 4}}
@@ -34,17 +35,6 @@ def _dummy(params: Any, lr: float = LR) -> Any:
     return DummyOptim(list(params), lr=lr, weight_decay=0.0)
 
 
-def _raised(call: Any) -> str:
-    """The text of the error of ds_reshard's that a call raises, empty where it raises none."""
-    import ds_reshard
-
-    try:
-        call()
-    except ds_reshard.ReshardError as error:
-        return f"{type(error).__name__} {error}"
-    return ""
-
-
 def saved_by_the_script(folder: str, clock: str | None) -> str:
     """Five updates, of which the script stepped the schedule after the last; loaded where something else steps it."""
     import ds_reshard
@@ -55,7 +45,7 @@ def saved_by_the_script(folder: str, clock: str | None) -> str:
         run[3].step()
         run[0].save_state(folder)
         again = prepared(Late(clock=clock), seed=99)
-        return _raised(lambda: again[0].load_state(folder)) or str(again[5].last_epoch)
+        return refusal(lambda: again[0].load_state(folder)) or str(again[5].last_epoch)
 
 
 def deepspeeds_own(hooks: bool, stepped: bool) -> list[list[float]]:
@@ -90,7 +80,7 @@ def made(kind: str) -> str:
             "the placeholder's": lambda real: LambdaLR(optimizer, falling),
         }[kind]
         scheduler = DummyScheduler(optimizer, lr_scheduler_callable=function)
-        return _raised(lambda: accelerator.prepare(net, optimizer, scheduler))
+        return refusal(lambda: accelerator.prepare(net, optimizer, scheduler))
 
 
 def greedy(folder: str, real: bool, policy: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -115,7 +105,7 @@ def greedy(folder: str, real: bool, policy: dict[str, Any] | None = None) -> dic
             scheduler = get_scheduler("greedy", optimizer, scheduler_specific_kwargs=specific)
             found = ds_reshard.diagnose(config, optimizer, scheduler, model=net, accelerator=accelerator)
             engine, optimizer, stepped = accelerator.prepare(net, optimizer, scheduler)
-            if resumes and (refused := _raised(lambda loads=accelerator.load_state: loads(folder))):
+            if resumes and (refused := refusal(lambda loads=accelerator.load_state: loads(folder))):
                 return {"raised": refused}
             used = SimpleNamespace(step=lambda stepped=stepped: stepped.step(5.0))
             rates = _train(accelerator, [engine, optimizer, used], 4, True)
@@ -136,7 +126,7 @@ def twice(stage: int, originals: bool) -> str:
         accelerator, net = new_accelerator(config), new_net()
         things = net, torch.optim.AdamW(net.parameters(), lr=LR)
         ready = accelerator.prepare(*things)
-        return _raised(lambda: accelerator.prepare(*(things if originals else ready)))
+        return refusal(lambda: accelerator.prepare(*(things if originals else ready)))
 
 
 def freed(folder: str) -> dict[str, Any]:
@@ -157,7 +147,7 @@ def freed(folder: str) -> dict[str, Any]:
             if free:
                 accelerator.free_memory()
             call = lambda: ds_reshard.prepare(accelerator, model=new_net(), optimizer=_dummy)  # noqa: E731
-            told["raised"].append(_raised(call))
+            told["raised"].append(refusal(call))
     return told
 
 
@@ -185,7 +175,6 @@ def after_a_failure() -> list[list[float]]:
 def explicit(kind: str) -> str:
     """`ds_reshard.prepare` given what it does not take."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     import ds_reshard
 
@@ -194,8 +183,7 @@ def explicit(kind: str) -> str:
     if kind == "no accelerator":
         accelerator = None
     elif kind == "not for DeepSpeed":
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+        jobs.forget_accelerate()
         accelerator = Accelerator(cpu=True)
     given |= {
         "no model": {"model": None},
@@ -204,29 +192,21 @@ def explicit(kind: str) -> str:
         "another model's, made before the hooks": {"optimizer": _dummy(new_net(3).parameters())},
     }.get(kind, {})
     with ds_reshard.install("accelerate"):
-        return _raised(lambda: ds_reshard.prepare(accelerator, **given))
+        return refusal(lambda: ds_reshard.prepare(accelerator, **given))
 
 
 def built_after(folder: str, registered: bool) -> list[str]:
     """A scheduler that is built on the prepared optimizer; what is logged when the state is saved."""
     import ds_reshard
 
-    lines, logger = _Lines(), logging.getLogger("ds_reshard")
-    level = logger.level
-    logger.setLevel(logging.WARNING)  # other jobs of this process may have silenced it
-    logger.addHandler(lines)
-    try:
-        with ds_reshard.install("accelerate"):
-            accelerator, net = new_accelerator(_config()), new_net()
-            _, optimizer = accelerator.prepare(net, _dummy(net.parameters()))
-            scheduler = LambdaLR(optimizer, falling)
-            if registered:
-                accelerator.register_for_checkpointing(scheduler)
-            accelerator.save_state(folder)
-    finally:
-        logger.removeHandler(lines)
-        logger.setLevel(level)
-    return lines.seen
+    with heard() as told, ds_reshard.install("accelerate"):
+        accelerator, net = new_accelerator(_config()), new_net()
+        _, optimizer = accelerator.prepare(net, _dummy(net.parameters()))
+        scheduler = LambdaLR(optimizer, falling)
+        if registered:
+            accelerator.register_for_checkpointing(scheduler)
+        accelerator.save_state(folder)
+    return told
 
 
 def another_kind(folder: str, to_torch: bool) -> str:
@@ -242,7 +222,7 @@ def another_kind(folder: str, to_torch: bool) -> str:
             scheduler = StepLR(optimizer, 2) if of_torch else DummyScheduler(optimizer)
             things = accelerator.prepare(net, optimizer, scheduler)
             if of_torch == to_torch:
-                return _raised(lambda accelerator=accelerator: accelerator.load_state(folder))
+                return refusal(lambda accelerator=accelerator: accelerator.load_state(folder))
             _train(accelerator, list(things), 3, True)
             accelerator.save_state(folder)
     raise AssertionError
@@ -261,4 +241,4 @@ def two_engines(folder: str, saved: str, loaded: str) -> str:
                 accelerator.prepare(net, optimizer, LambdaLR(optimizer, falling))
             if clock == saved:
                 accelerator.save_state(folder)
-        return _raised(lambda: accelerator.load_state(folder))
+        return refusal(lambda: accelerator.load_state(folder))

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from accelerate.utils import DummyOptim
+from jobs import forget_accelerate
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import ds_reshard
@@ -86,16 +87,13 @@ def test_a_subclass_stays_what_it_is(net: torch.nn.Module) -> None:
 def test_without_deepspeed_it_is_refused(net: torch.nn.Module) -> None:
     """accelerate alone gives it back as it is, and every later use fails in another way."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    forget_accelerate()
     try:
         with pytest.raises(ds_reshard.PrepareError, match=r"without DeepSpeed use torch\.optim\.AdamW"):
             Accelerator(cpu=True).prepare(net, DummyOptim(net.parameters(), lr=0.1))
     finally:
-        for state in (AcceleratorState, PartialState, GradientState):
-            state._reset_state()
+        forget_accelerate()
 
 
 def test_removal_restores_every_attribute() -> None:

@@ -25,15 +25,10 @@ def best_at_end(
 
     Where the loss is `rising` the first evaluation is the best one. `beside` are more hosts to hook than DeepSpeed.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     import ds_reshard
 
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
-    backend, PartialState._prepare_backend = PartialState._prepare_backend, lambda *_: ("gloo", DistributedType.NO)
     jobs.forget()
     torch.manual_seed(7)
     config: dict[str, Any] = {
@@ -46,22 +41,22 @@ def best_at_end(
     }
     if not own_scheduler:
         config["scheduler"] = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 3}}
-    arguments = TrainingArguments(
-        output_dir=folder,
-        deepspeed=config,
-        max_steps=6,
-        eval_strategy="steps",
-        eval_steps=2,
-        save_steps=2,
-        load_best_model_at_end=True,
-        per_device_train_batch_size=4,
-        learning_rate=lr,
-        report_to=[],
-        lr_scheduler_type="cosine" if own_scheduler else "constant_with_warmup",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-        warmup_steps=3,
-    )
+    given = {
+        "output_dir": folder,
+        "deepspeed": config,
+        "max_steps": 6,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "load_best_model_at_end": True,
+        "per_device_train_batch_size": 4,
+        "learning_rate": lr,
+        "report_to": [],
+        "lr_scheduler_type": "cosine" if own_scheduler else "constant_with_warmup",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+        "warmup_steps": 3,
+    }
     rates: list[float] = []
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -75,7 +70,7 @@ def best_at_end(
 
     try:
         ds_reshard.uninstall("transformers")  # which another job of this process may have hooked for good
-        with heard(logging.INFO) as told, ExitStack() as stack:
+        with heard(logging.INFO) as told, jobs.trainer_on_cpus(), ExitStack() as stack:
             for host in ("deepspeed", *beside):
                 stack.enter_context(ds_reshard.install(host))
             net = _Losses(Model())
@@ -83,7 +78,7 @@ def best_at_end(
             data = [{"tokens": torch.tensor(n % 13), "labels": torch.tensor((n + 1) % 13)} for n in range(64)]
             trainer = Evaluated(
                 model=net,
-                args=arguments,
+                args=TrainingArguments(**given),
                 train_dataset=data,
                 eval_dataset=data[:8],
                 optimizers=(optimizer, None),
@@ -92,8 +87,6 @@ def best_at_end(
             trainer.train(resume_from_checkpoint=resume_from)
     except ds_reshard.ReshardError as error:
         return {"error": str(error)}
-    finally:
-        PartialState._prepare_backend = backend
     best = trainer.state.best_model_checkpoint
     own = sum("holds what this run has saved" in text for text in told)
     weights = {name: value.detach().clone() for name, value in net.state_dict().items()}

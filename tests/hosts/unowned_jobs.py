@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from logs import refusal
 from resume_jobs import Setup, client_scheduler, make, used
 
 
@@ -112,12 +113,8 @@ def two(setup: Setup, folder: str) -> str:
     states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
-        try:
-            for scheduler, state in zip(schedulers, states, strict=True):
-                scheduler.load_state_dict(state)
-        except ds_reshard.ReshardError as error:
-            return str(error)
-    return ""
+        pairs = zip(schedulers, states, strict=True)
+        return refusal(lambda: [scheduler.load_state_dict(state) for scheduler, state in pairs])
 
 
 def owned_again(setup: Setup, folder: str) -> list[Any]:
@@ -181,11 +178,7 @@ def rank_policies(setup: Setup, folder: str, policies: list[dict[str, Any]]) -> 
 
     engine = make(setup.but(policy=policies[torch.distributed.get_rank()]), seed=99)
     with ds_reshard.install("deepspeed"):
-        try:
-            engine.load_checkpoint(folder)
-        except ds_reshard.ReshardError as error:
-            return f"{type(error).__name__}: {error}"
-    return ""
+        return refusal(lambda: engine.load_checkpoint(folder))
 
 
 def universal(folder: str, tag: str, strict: bool = True) -> None:

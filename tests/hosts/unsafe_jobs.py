@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jobs
 import late_jobs
 import torch
 import torch.distributed as dist
@@ -39,10 +40,8 @@ class Progress:
 def _accelerated() -> tuple[Any, Any, Progress]:
     """A run without DeepSpeed."""
     from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
+    jobs.forget_accelerate()
     torch.manual_seed(3)
     accelerator = Accelerator(cpu=True)
     net = torch.nn.Linear(4, 3)
@@ -98,18 +97,13 @@ def accelerate_deepspeed(late: Any, folder: str) -> dict[str, Any]:
 
 
 def _trainer(folder: str, safe: bool, resume_from: str | bool | None, deepspeed: dict[str, Any] | None) -> Any:
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import DistributedType
     from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    for state in (AcceleratorState, PartialState, GradientState):
-        state._reset_state()
     torch.manual_seed(7)
-    backend, PartialState._prepare_backend = PartialState._prepare_backend, lambda *_: ("gloo", DistributedType.NO)
-    try:
+    with jobs.trainer_on_cpus():
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=4 if resume_from is None else 6,
@@ -125,8 +119,6 @@ def _trainer(folder: str, safe: bool, resume_from: str | bool | None, deepspeed:
         data = [{"x": torch.ones(4) * n, "labels": torch.tensor(float(n))} for n in range(16)]
         trainer = Trainer(model=_Regression(), args=arguments, train_dataset=data)
         trainer.train(resume_from_checkpoint=resume_from)
-    finally:
-        PartialState._prepare_backend = backend
     return trainer
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import sys
 from types import ModuleType
 from typing import Any
+
+from logs import heard
 
 import ds_reshard
 from ds_reshard import hooks
@@ -57,15 +58,12 @@ def outside_the_range() -> dict[str, Any]:
     """What install and auto do with a version that the hooks were not written for, with and without a policy."""
     import megatron.core
 
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ds_reshard").addHandler(handler)
     megatron.core.__version__ = "0.21.0"
     before = everything()
-    told: dict[str, Any] = {"install": _refusal(lambda: hooks.install(HOOKS))}
-    told["auto"] = _refusal(lambda: importlib.import_module("ds_reshard.auto"))
-    told["warnings"] = list(messages)
+    with heard() as messages:
+        told: dict[str, Any] = {"install": _refusal(lambda: hooks.install(HOOKS))}
+        told["auto"] = _refusal(lambda: importlib.import_module("ds_reshard.auto"))
+    told["warnings"] = messages
     policy = Given(place="a test", values={"scheduler": "override"})
     told["asked after"] = _refusal(lambda: policy_sources.ask(policy))
     hooks.uninstall("megatron")
