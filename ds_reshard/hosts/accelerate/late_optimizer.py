@@ -64,8 +64,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
-Original = Callable[..., tuple[object, ...]]
-
 # The optimizers of DeepSpeed that are not torch's own, and the one whose hyper-parameters they have.
 _LIKE = {
     "lamb": "Adam",

@@ -28,12 +28,6 @@ class TorchOptimizer(Protocol):
     state: MutableMapping[object, dict[str, object]]
 
 
-class GradScaler(Protocol):
-    def state_dict(self) -> dict[str, object]: ...
-
-    def load_state_dict(self, state_dict: dict[str, object]) -> None: ...
-
-
 class Optimizer(Protocol):
     """`MegatronOptimizer` (core/optimizer/optimizer.py): wraps one torch optimizer, or chains others."""
 
