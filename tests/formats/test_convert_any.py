@@ -103,19 +103,8 @@ def test_an_interruption_ends_every_thread_at_its_next_read(
 ) -> None:
     """Files are written side by side: none is finished first. What is left is gone on with."""
     source = write(Built(groups=((("w", (64, 4096)),),), dp=4), places / "source")
-    words = [
-        "convert",
-        str(source),
-        str(places / "out"),
-        "--to",
-        "zero2",
-        "--dp",
-        "4",
-        "--threads",
-        "4",
-        "--memory",
-        "4",
-    ]
+    words = ["convert", str(source), str(places / "out"), "--to", "zero2", "--dp", "4"]
+    words += ["--threads", "4", "--memory", "4"]
     seen: list[int] = []
     real = FileTarget.store
 

@@ -50,12 +50,26 @@ def test_a_load_costs_four_collectives(worlds: Any, saves: Saves, saved: Run, lo
 CHANGED = [(Run(2, 2), Run(2, 3)), (Run(3, 2), Run(1, 3))]
 
 
+def differing(
+    worlds: Any, saves: Saves, saved: Run, loaded: Run, who: int | None, differs: str
+) -> list[dict[str, Any]]:
+    """What three ranks tell of a load, in which that of one, or of all, differs so."""
+    model = Model(groups=2, frozen=True, batchnorm=True)
+    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": who, "differs": differs}
+    told: list[dict[str, Any]] = worlds[3].run("collective_jobs.load_differing", **given)
+    return told
+
+
+def assert_all_refuse(told: list[dict[str, Any]], collectives: list[str], why: str) -> None:
+    assert [[name for name, _ in one["collectives"]] for one in told] == [collectives] * 3
+    errors = {one["error"] for one in told}
+    assert len(errors) == 1 and why in errors.pop()
+
+
 @pytest.mark.parametrize(("saved", "loaded"), CHANGED, ids=str)
 def test_all_ranks_read_at_once(worlds: Any, saves: Saves, saved: Run, loaded: Run) -> None:
     """Rank 0 tells what it lists before it reads: that takes as long as the model is large, and no rank waits."""
-    model = Model(groups=2, frozen=True, batchnorm=True)
-    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": 0, "differs": ""}
-    told = worlds[3].run("collective_jobs.load_differing", **given)
+    told = differing(worlds, saves, saved, loaded, 0, "")
     assert [one["before"] for one in told] == [[1]] * 3
 
 
@@ -65,18 +79,8 @@ def test_a_rank_that_reads_another_file_loads_nothing(
     worlds: Any, saves: Saves, saved: Run, loaded: Run, who: int
 ) -> None:
     """Every rank then says what it has read, and all raise the same; real files are those of test_ranks_differ.py."""
-    model = Model(groups=2, frozen=True, batchnorm=True)
-    given = {
-        "run": loaded,
-        "model": model,
-        "folder": str(saves(saved, model)[0]),
-        "who": who,
-        "differs": "another file",
-    }
-    told = worlds[3].run("collective_jobs.load_differing", **given)
-    assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, READY]] * 3
-    errors = {one["error"] for one in told}
-    assert len(errors) == 1 and "see other files" in errors.pop()
+    told = differing(worlds, saves, saved, loaded, who, "another file")
+    assert_all_refuse(told, [FOUND, READY, READY], "see other files")
 
 
 @pytest.mark.parametrize("differs", ("unreadable", "unreadable, sizes too"))
@@ -86,26 +90,16 @@ def test_what_a_rank_cannot_read_no_rank_loads(
     worlds: Any, saves: Saves, saved: Run, loaded: Run, who: int | None, differs: str
 ) -> None:
     """Though others can: it tells why, and every rank raises that."""
-    model = Model(groups=2, frozen=True, batchnorm=True)
-    given = {"run": loaded, "model": model, "folder": str(saves(saved, model)[0]), "who": who, "differs": differs}
-    told = worlds[3].run("collective_jobs.load_differing", **given)
+    told = differing(worlds, saves, saved, loaded, who, differs)
     shards = [] if who is None else [READY]  # what the others say of theirs is compared, and told with it
-    assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, *shards]] * 3
-    errors = {one["error"] for one in told}
-    assert len(errors) == 1 and "Input/output error" in errors.pop()
+    assert_all_refuse(told, [FOUND, READY, *shards], "Input/output error")
 
 
 @pytest.mark.parametrize("who", (None, 0, 2))
 def test_a_rank_that_cannot_say_what_it_has_read_loads_nothing(worlds: Any, saves: Saves, who: int | None) -> None:
     """Nor does any other, though all fail alike."""
-    model = Model(groups=2, frozen=True, batchnorm=True)
-    folder, _ = saves(Run(2, 2), model)
-    given = {"run": Run(2, 3), "model": model, "folder": str(folder), "who": who, "differs": "says nothing"}
-    told = worlds[3].run("collective_jobs.load_differing", **given)
-    shards = [] if who is None else [READY]  # what the others say of theirs is compared, and told with it
-    assert [[name for name, _ in one["collectives"]] for one in told] == [[FOUND, READY, *shards]] * 3
-    errors = {one["error"] for one in told}
-    assert len(errors) == 1 and "out of order" in errors.pop()
+    told = differing(worlds, saves, Run(2, 2), Run(2, 3), who, "says nothing")
+    assert_all_refuse(told, [FOUND, READY, *([] if who is None else [READY])], "out of order")
 
 
 @pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2)], ids=str)

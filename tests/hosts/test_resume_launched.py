@@ -79,47 +79,14 @@ def test_flags_that_the_script_defines_are_adopted(saved: str, interpreter: str)
 def test_under_deepspeeds_own_launcher(saved: str, interpreter: str) -> None:
     """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
     launcher = Path(sys.executable).with_name("deepspeed")
-    command = (
-        interpreter,
-        str(launcher),
-        "--num_gpus",
-        "1",
-        "--num_nodes",
-        "1",
-        "--module",
-        "ds_reshard.run",
-        "--override-opt-param-scheduler",
-        str(SCRIPT),
-        "--lr",
-        "0.4",
-        "--load",
-        saved,
-    )
-    assert _launch(*command) == {"lr": FIRST, "position": 12, "moments": True}
+    ranks = "--num_gpus 1 --num_nodes 1 --module ds_reshard.run --override-opt-param-scheduler"
+    command = (str(launcher), *ranks.split(), str(SCRIPT), "--lr", "0.4", "--load", saved)
+    assert _launch(interpreter, *command) == {"lr": FIRST, "position": 12, "moments": True}
 
 
 def test_under_accelerates_launcher(saved: str, interpreter: str) -> None:
-    command = (
-        interpreter,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "1",
-        "--num_machines",
-        "1",
-        "--mixed_precision",
-        "no",
-        "--dynamo_backend",
-        "no",
-        "-m",
-        "ds_reshard.run",
-        "--no-load-lr-state",
-        str(SCRIPT),
-        "--lr",
-        "0.4",
-        "--load",
-        saved,
-    )
+    launcher = "-m accelerate.commands.launch --cpu --num_processes 1 --num_machines 1 --mixed_precision no"
+    ours = "--dynamo_backend no -m ds_reshard.run --no-load-lr-state"
+    command = (interpreter, *launcher.split(), *ours.split(), str(SCRIPT), "--lr", "0.4", "--load", saved)
     environment = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     assert _launch(*command, **environment) == {"lr": 0.4, "position": 0, "moments": True}
