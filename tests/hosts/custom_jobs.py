@@ -7,10 +7,11 @@ from typing import Any
 import jobs
 import torch
 from cases import Model, Run
+from logs import refusal
 
 
 def load(run: Run, model: Model, folder: str, arguments: dict[str, Any], hooks: bool) -> dict[str, Any]:
-    """Load all but the head, which the function leaves as it is; what the engine holds, and what the function saw."""
+    """Load all but the head, which the function leaves as it is; what engine and function got, or the refusal."""
     from contextlib import nullcontext
 
     import ds_reshard
@@ -26,5 +27,5 @@ def load(run: Run, model: Model, folder: str, arguments: dict[str, Any], hooks: 
 
     engine = jobs.build(run, model, seed=99)
     with ds_reshard.install("deepspeed") if hooks else nullcontext():
-        engine.load_checkpoint(folder, custom_load_fn=custom, **arguments)
-    return {**jobs.contents(engine), "seen": seen}
+        refused = refusal(lambda: engine.load_checkpoint(folder, custom_load_fn=custom, **arguments))
+    return {**jobs.contents(engine), "seen": seen, "refused": refused}

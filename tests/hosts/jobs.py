@@ -439,25 +439,6 @@ def load_without_optimizer(folder: str, dtype: str, arguments: dict[str, Any]) -
     return {"weights": weights(engine)}
 
 
-def load_custom(run: Run, model: Model, folder: str) -> Any:
-    """Load through a custom function; what it saw, or the text of the refusal."""
-    import ds_reshard
-
-    seen: list[str] = []
-
-    def custom(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-        seen.extend(src)
-        dst.load_state_dict(src)
-
-    engine = build(run, model, seed=99)
-    try:
-        with ds_reshard.install("deepspeed"):
-            engine.load_checkpoint(folder, custom_load_fn=custom)
-    except ds_reshard.ReshardError as error:
-        return str(error)
-    return seen
-
-
 def load_counting(run: Run, model: Model, folder: str) -> tuple[int, int]:
     """How often DeepSpeed's `_load_checkpoint` and our direct path ran in one load."""
     import ds_reshard

@@ -151,10 +151,11 @@ def test_masters_from_weights_when_the_config_says_so(worlds: Any, saves: Saves)
 def test_a_custom_load_function_gets_whole_weights_or_is_refused(worlds: Any, saves: Saves) -> None:
     """Below stage 3 it is called with the state dict that DeepSpeed would give; at stage 3 it is refused."""
     folder, saved = saves(Run(2, 2), MODEL)
-    seen = worlds[3].run("load_custom", run=Run(1, 3), model=MODEL, folder=str(folder))
-    assert all(set(names) == set(saved[0]["weights"]) for names in seen)
-    refused = worlds[3].run("load_custom", run=Run(3, 3), model=MODEL, folder=str(folder))
-    assert all("custom_load_fn" in text for text in refused)
+    given = {"model": MODEL, "folder": str(folder), "arguments": {}, "hooks": True}
+    loaded = worlds[3].run("custom_jobs.load", run=Run(1, 3), **given)
+    assert all(set(one["seen"]) == set(saved[0]["weights"]) for one in loaded)
+    refused = worlds[3].run("custom_jobs.load", run=Run(3, 3), **given)
+    assert all("custom_load_fn" in one["refused"] for one in refused)
 
 
 @pytest.mark.parametrize("arguments", [{}, {"load_optimizer_states": False}, {"load_module_only": True}], ids=str)
