@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -147,18 +148,20 @@ def differences(optimizer: Any, run: Run, context: Any) -> list[str]:
     return found
 
 
-def load(
-    run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None = None, nodes: list[str] | None = None
-) -> list[list[str]]:
-    """What is wrong after `load_optimizer` of each folder: differences, or the error.
+def on_nodes(job: Callable[..., Any]) -> Callable[..., Any]:
+    """It can be given `nodes`: for each rank the folder where its relative paths begin."""
 
-    Each rank has one of `policies`, and is where relative paths begin at one of `nodes`.
-    """
-    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
-        return _load(run, folders, policies)
+    @functools.wraps(job)
+    def there(*given: Any, nodes: list[str] | None = None, **named: Any) -> Any:
+        with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
+            return job(*given, **named)
+
+    return there
 
 
-def _load(run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None) -> list[list[str]]:
+@on_nodes
+def load(run: Run, folders: list[str], policies: list[dict[str, Any] | None] | None = None) -> list[list[str]]:
+    """What is wrong after `load_optimizer` of each folder: differences, or the error. Each rank has a policy."""
     from nanotron.serialize import optimizer as nanotrons
 
     context, found = context_of(run), []
@@ -264,18 +267,12 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
         }
 
 
-def start_refused(
-    run: Run, folder: str, policy: dict[str, Any] | None = None, nodes: list[str] | None = None, **changed: Any
-) -> tuple[str, str, bool]:
+@on_nodes
+def start_refused(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> tuple[str, str, bool]:
     """The error of a trainer that must not start, and whether its optimizer or scheduler had changed by then.
 
-    An `accumulation` that is a list is of each rank. `nodes` are as in `load`.
+    An `accumulation` that is a list is of each rank.
     """
-    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
-        return _start_refused(run, folder, policy, **changed)
-
-
-def _start_refused(run: Run, folder: str, policy: dict[str, Any] | None, **changed: Any) -> tuple[str, str, bool]:
     from nanotron import trainer
 
     context, rank = context_of(run), dist.get_rank()
@@ -376,18 +373,12 @@ def copies() -> str:
     return json.dumps({"left": left, "restored": restored})
 
 
-def other(
-    run: Run, folder: str, policy: dict[str, Any] | None = None, nodes: list[str] | None = None, **changed: Any
-) -> dict[str, Any]:
+@on_nodes
+def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
     """What the trainer has after it was given a folder of any format: differences of weights and states, or the error.
 
-    `names` is a map of names, `stages` the data stages of its configuration; `nodes` are as in `load`.
+    `names` is a map of names, `stages` the data stages of its configuration.
     """
-    with contextlib.chdir(nodes[dist.get_rank()] if nodes is not None else "."):
-        return _other(run, folder, policy, **changed)
-
-
-def _other(run: Run, folder: str, policy: dict[str, Any] | None, **changed: Any) -> dict[str, Any]:
     from nanotron.trainer import DistributedTrainer
 
     from ds_reshard.operations.name_map import ask_names
