@@ -6,14 +6,18 @@ They are forked from a server that has imported torch and started nothing, so th
 from __future__ import annotations
 
 import datetime
+import functools
 import importlib
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
+from gathered import assert_moments, same_bits
 from worlds import server
 
 PATIENCE_S = 90.0
@@ -37,6 +41,31 @@ def run(job: str, size: int, *, collective_s: float = PATIENCE_S, **kwargs: Any)
             process.kill()
             process.join(5)
         return answers
+
+
+def saver(job: str, factory: Any) -> Callable[..., tuple[Path, list[Any]]]:
+    """A function that gives the folder which `job` has saved on so many ranks, and what they held; each made once."""
+
+    @functools.cache
+    def save(size: int, **given: Any) -> tuple[Path, list[Any]]:
+        folder = factory.mktemp("saved")
+        told = run(job, size, folder=str(folder), **given)
+        assert all(isinstance(one, dict) for one in told), told
+        assert_moments(told[0]["held"])
+        return folder, told
+
+    return save
+
+
+def assert_goes_on(saved: list[Any], loaded: list[Any], rel: float = 1e-4) -> None:
+    """Each rank holds what was saved, to the bit in its own types, and its losses go on; a mean of three rounds."""
+    expected = saved[0]["held"]
+    for told in loaded:
+        assert isinstance(told, dict), told
+        assert told["held"].keys() == expected.keys()
+        for at, tensor in expected.items():
+            assert same_bits(told["held"][at], tensor.to(told["held"][at].dtype)), at
+        assert told["losses"] == pytest.approx(saved[0]["losses"], rel=rel)
 
 
 def _answer(process: Any, pipe: Connection, deadline: float) -> Any:

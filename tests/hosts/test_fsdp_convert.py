@@ -12,7 +12,7 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from gathered import assert_moments, same_bits
+from gathered import same_bits
 
 import ds_reshard
 from ds_reshard.execution.fingerprint import fingerprint_of
@@ -24,24 +24,13 @@ TYPES: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16", "mixed": False},
     "fp32 with bf16 moments of some": {"dtype": "float32", "mixed": True},
 }
-LOSS_TOLERANCE = 1e-4  # three ranks average three equal gradients, which rounds
 
 
 @pytest.fixture(scope="module")
 def saves(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], tuple[Path, list[Any]]]:
-    """What EasyR1's manager has saved on some ranks, in some types, and what each rank held; each made once."""
-    made: dict[tuple[int, str], tuple[Path, list[Any]]] = {}
-
-    def save(size: int, types: str) -> tuple[Path, list[Any]]:
-        if (size, types) not in made:
-            folder = tmp_path_factory.mktemp("easyr1")
-            told = fresh.run("fsdp_manager_jobs.easyr1_save", size, folder=str(folder), **TYPES[types])
-            assert all(isinstance(one, dict) for one in told), told
-            assert_moments(told[0]["held"])
-            made[size, types] = folder, told
-        return made[size, types]
-
-    return save
+    """What EasyR1's manager has saved on some ranks, in some types, and what each rank held."""
+    save = fresh.saver("fsdp_manager_jobs.easyr1_save", tmp_path_factory)
+    return lambda size, types: save(size, **TYPES[types])
 
 
 @pytest.mark.parametrize(
@@ -57,30 +46,19 @@ def test_easyr1_loads_what_was_written_for_other_ranks(
     convert(str(folder), out, to="fsdp", dp=after)
     assert fingerprint(out).tensors == fingerprint(str(folder)).tensors
     loaded = fresh.run("fsdp_manager_jobs.easyr1_load", after, folder=out, dtype=TYPES[types]["dtype"])
-    expected = saved[0]["held"]
-    for told in loaded:
-        assert isinstance(told, dict), told
-        assert told["held"].keys() == expected.keys()
-        for at, tensor in expected.items():
-            assert same_bits(told["held"][at], tensor.to(told["held"][at].dtype)), at
-        assert told["losses"] == pytest.approx(saved[0]["losses"], rel=LOSS_TOLERANCE)
-    assert sum(kind == "exp_avg" for _, kind in expected) == 12
+    fresh.assert_goes_on(saved, loaded)
+    assert sum(kind == "exp_avg" for _, kind in saved[0]["held"]) == 12
 
 
 @pytest.fixture(scope="module")
 def verls(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, list[Any]]]:
-    """What verl's manager has saved of FSDP2 on some ranks; each made once."""
-    made: dict[tuple[int, str], tuple[Path, list[Any]]] = {}
+    """What verl's manager has saved of FSDP2 on some ranks."""
+    saves = fresh.saver("fsdp_manager_jobs.verl_save", tmp_path_factory)
 
     def save(size: int, dtype: str = "float32") -> tuple[Path, list[Any]]:
-        if (size, dtype) not in made:
-            folder = tmp_path_factory.mktemp("verl")
-            told = fresh.run("fsdp_manager_jobs.verl_save", size, folder=str(folder), dtype=dtype)
-            assert all(isinstance(one, dict) for one in told), told
-            assert_moments(told[0]["held"])
-            (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
-            made[size, dtype] = folder, told
-        return made[size, dtype]
+        folder, told = saves(size, dtype=dtype)
+        (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
+        return folder, told
 
     return save
 
@@ -96,12 +74,9 @@ def test_verl_loads_what_was_written_for_other_ranks(
     convert(str(folder), out, to="fsdp", dp=after)
     assert fingerprint(out).tensors == fingerprint(str(folder)).tensors
     loaded = fresh.run("fsdp_manager_jobs.verl_load", after, folder=out, dtype=dtype)
-    expected = saved[0]["held"]
-    for told in loaded:
-        assert isinstance(told, dict), told
-        assert told["held"].keys() == expected.keys()
-        assert [at for at, tensor in expected.items() if not same_bits(told["held"][at], tensor)] == []
-        assert told["losses"] == pytest.approx(saved[0]["losses"], rel=LOSS_TOLERANCE if dtype == "float32" else 0.02)
+    fresh.assert_goes_on(saved, loaded, rel=1e-4 if dtype == "float32" else 0.02)
+    types = {at: tensor.dtype for at, tensor in saved[0]["held"].items()}
+    assert all({at: tensor.dtype for at, tensor in told["held"].items()} == types for told in loaded)
     assert {told["said"] for told in [*saved, *loaded]} == {""}
 
 
