@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -35,14 +36,11 @@ Saved = tuple[Path, list[dict[str, Any]]]
 @pytest.fixture(scope="module")
 def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Calling it gives the folder of a run's checkpoint, and what its ranks held; each is made once."""
-    made: dict[str, Saved] = {}
 
+    @functools.cache
     def save(run: Run) -> Saved:
-        if str(run) not in made:
-            folder = tmp_path_factory.mktemp("save")
-            held = worlds[run.dp].run("save", run=run, model=MODEL, folder=str(folder))
-            made[str(run)] = folder, held
-        return made[str(run)]
+        folder = tmp_path_factory.mktemp("save")
+        return folder, worlds[run.dp].run("save", run=run, model=MODEL, folder=str(folder))
 
     return save
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import subprocess
@@ -30,14 +31,12 @@ Save = Callable[..., Path]
 @pytest.fixture(scope="session")
 def save(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Save:
     """Calling it gives the folder of a checkpoint that two ranks of real DeepSpeed saved; each is made once."""
-    made: dict[tuple[Any, ...], Path] = {}
 
+    @functools.cache
     def saved(stage: int | str, steps: int = 3) -> Path:
-        if (stage, steps) not in made:
-            folder = tmp_path_factory.mktemp(f"stage{stage}")
-            worlds[DP].run("save", run=Run(stage, DP), model=MODEL, folder=str(folder), steps=steps, tag="step")
-            made[stage, steps] = folder
-        return made[stage, steps]
+        folder = tmp_path_factory.mktemp(f"stage{stage}")
+        worlds[DP].run("save", run=Run(stage, DP), model=MODEL, folder=str(folder), steps=steps, tag="step")
+        return folder
 
     return saved
 

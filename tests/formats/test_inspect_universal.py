@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,17 +22,15 @@ MODEL = Model(groups=2, frozen=True, batchnorm=True, tied=True)
 @pytest.fixture(scope="module")
 def convert(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Calling it gives the folder that holds `universal`, made of a save of two ranks."""
-    made: dict[tuple[Any, ...], Path] = {}
 
+    @functools.cache
     def converted(stage: int | str, model: Model = MODEL) -> Path:
-        if (stage, model.optimizer) not in made:
-            folder = tmp_path_factory.mktemp("universal")
-            worlds[2].run("save", run=Run(stage, 2), model=model, folder=str(folder), tag="step")
-            worlds[1].run("unowned_jobs.universal", folder=str(folder), tag="step")
-            shutil.rmtree(folder / "step")
-            (folder / "latest").unlink()
-            made[stage, model.optimizer] = folder
-        return made[stage, model.optimizer]
+        folder = tmp_path_factory.mktemp("universal")
+        worlds[2].run("save", run=Run(stage, 2), model=model, folder=str(folder), tag="step")
+        worlds[1].run("unowned_jobs.universal", folder=str(folder), tag="step")
+        shutil.rmtree(folder / "step")
+        (folder / "latest").unlink()
+        return folder
 
     return converted
 

@@ -21,6 +21,9 @@ class Run:
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
 
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     def __str__(self) -> str:
         extra = "".join(f",{k}={v}" for k, v in self.options.items())
         return f"zero{self.stage}x{self.dp}-{self.dtype}{extra}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,13 @@ MODEL = Model(groups=2, frozen=True)
 @pytest.fixture(scope="module")
 def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By number of ranks: a folder, and what it holds."""
-    made: dict[int, Any] = {}
 
+    @functools.cache
     def of(size: int) -> Any:
-        if size not in made:
-            folder = tmp_path_factory.mktemp("dcp") / str(size)
-            held = worlds[size].run("dcp_jobs.save", folder=str(folder), model=MODEL)[0]
-            truth = {TensorKey(name=n, kind=kind): t for (n, kind), t in held.items() if kind != "step"}
-            assert_moments(held)
-            made[size] = folder, truth
-        return made[size]
+        folder = tmp_path_factory.mktemp("dcp") / str(size)
+        held = worlds[size].run("dcp_jobs.save", folder=str(folder), model=MODEL)[0]
+        assert_moments(held)
+        return folder, {TensorKey(name=n, kind=kind): t for (n, kind), t in held.items() if kind != "step"}
 
     return of
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -28,16 +29,13 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """By number of ranks: a folder of EasyR1, and what it holds."""
-    made: dict[int, Any] = {}
 
+    @functools.cache
     def of(size: int) -> Any:
-        if size not in made:
-            folder = tmp_path_factory.mktemp("easyr1")
-            held = fresh.run("fsdp_jobs.easyr1", size, folder=str(folder), bf16=size == 2)[0]
-            assert isinstance(held, dict), held
-            truth = {TensorKey(name=n, kind=kind): t for (n, kind), t in held.items() if kind != "step"}
-            made[size] = folder, truth
-        return made[size]
+        folder = tmp_path_factory.mktemp("easyr1")
+        held = fresh.run("fsdp_jobs.easyr1", size, folder=str(folder), bf16=size == 2)[0]
+        assert isinstance(held, dict), held
+        return folder, {TensorKey(name=n, kind=kind): t for (n, kind), t in held.items() if kind != "step"}
 
     return of
 

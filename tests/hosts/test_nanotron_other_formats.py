@@ -5,6 +5,7 @@ The folders are written by `convert` of a synthetic checkpoint of nanotron, so t
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import sys
@@ -38,17 +39,15 @@ LIVE = {"one rank": Run(), "dp 2": Run(dp=2), "tp 2, ZeRO-0": Run(tp=2, zero=0),
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A checkpoint in each format, with a scheduler and nanotron's own counters or without."""
-    made: dict[tuple[str, bool], str] = {}
 
+    @functools.cache
     def folder(kind: str, *, scheduler: bool = True) -> str:
-        if (kind, scheduler) not in made:
-            at = tmp_path_factory.mktemp("other")
-            source = write(Run(dp=2), at / "nanotron")
-            if not scheduler:
-                shutil.rmtree(source / str(STEP) / "lr_scheduler")
-            convert(str(source), str(at / kind), to=kind, **KINDS.get(kind, {}))
-            made[kind, scheduler] = str(at / kind)
-        return made[kind, scheduler]
+        at = tmp_path_factory.mktemp("other")
+        source = write(Run(dp=2), at / "nanotron")
+        if not scheduler:
+            shutil.rmtree(source / str(STEP) / "lr_scheduler")
+        convert(str(source), str(at / kind), to=kind, **KINDS.get(kind, {}))
+        return str(at / kind)
 
     return folder
 

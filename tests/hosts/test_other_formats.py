@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -22,14 +23,13 @@ MODEL = Model(groups=2, scheduler=False)
 @pytest.fixture(scope="module")
 def folders(saves: Saves, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """The same run in each format, and what each of its ranks held."""
-    made: dict[tuple[str, str], Path] = {}
 
+    @functools.cache
     def folder(dtype: str, kind: str) -> tuple[Path, Any]:
         source, saved = saves(Run(2, 3, dtype), MODEL)
-        if (dtype, kind) not in made:
-            out = made[dtype, kind] = tmp_path_factory.mktemp("other") / kind
-            convert(str(source), str(out), to=kind)
-        return made[dtype, kind], saved
+        out = tmp_path_factory.mktemp("other") / kind
+        convert(str(source), str(out), to=kind)
+        return out, saved
 
     return folder
 

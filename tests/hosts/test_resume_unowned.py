@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -59,22 +60,17 @@ def _new(setup: Setup, policy: str) -> Setup:
 @pytest.fixture(scope="module")
 def saved(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """For a kind of scheduler: a folder, what the saving run's steps used, and what the new configuration's use."""
-    made: dict[Any, Any] = {}
 
+    @functools.cache
     def save(kind: str, run: Run = RUN) -> Any:
-        key = (kind, repr(run))
-        if key not in made:
-            folder = tmp_path_factory.mktemp("unowned")
-            world, setup, (old, new) = worlds[run.dp], Setup(run=run), KINDS[kind]
-            there = world.run(
-                "unowned_jobs.save", setup=setup, kind=kind, params=old, folder=str(folder / "old"), steps=STEPS
-            )
-            fresh = setup.but(lr=0.5, weight_decay=0.7)
-            here = world.run(
-                "unowned_jobs.save", setup=fresh, kind=kind, params=new, folder=str(folder / "new"), steps=STEPS
-            )
-            made[key] = (folder / "old", _seen(there[0]), _seen(here[0]))
-        return made[key]
+        folder, setup = tmp_path_factory.mktemp("unowned"), Setup(run=run)
+
+        def seen(name: str, of: Setup, params: Any) -> Any:
+            given = {"setup": of, "kind": kind, "params": params, "folder": str(folder / name)}
+            return _seen(worlds[run.dp].run("unowned_jobs.save", steps=STEPS, **given)[0])
+
+        old, new = KINDS[kind]
+        return folder / "old", seen("old", setup, old), seen("new", setup.but(lr=0.5, weight_decay=0.7), new)
 
     return save
 

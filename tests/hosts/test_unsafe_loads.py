@@ -6,6 +6,7 @@ Checkpoints are real; the manager of EasyR1 and verl is a synthetic class with t
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from collections.abc import Callable
@@ -295,15 +296,12 @@ ZERO1 = {
 @pytest.fixture(scope="module")
 def trained(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], Path]:
     """What the Trainer saved, with DeepSpeed and without."""
-    made: dict[bool, Path] = {}
 
+    @functools.cache
     def make(deepspeed: bool) -> Path:
-        if deepspeed not in made:
-            made[deepspeed] = tmp_path_factory.mktemp("trainer")
-            worlds[1].run(
-                "unsafe_jobs.trainer_save", folder=str(made[deepspeed]), deepspeed=ZERO1 if deepspeed else None
-            )
-        return made[deepspeed]
+        folder = tmp_path_factory.mktemp("trainer")
+        worlds[1].run("unsafe_jobs.trainer_save", folder=str(folder), deepspeed=ZERO1 if deepspeed else None)
+        return folder
 
     return make
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from math import prod
@@ -84,13 +85,10 @@ if TRAINED == WITH_TRAINING:  # `make test-versions`: each of them on each relea
 
 @pytest.fixture(scope="module")
 def converted(saved: Saved, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[Any, str] = {}
-
+    @functools.cache
     def folder(world: str, form: str, ep: int | None) -> str:
-        if (world, form, ep) not in made:
-            out = str(tmp_path_factory.mktemp("converted") / "out")
-            made[world, form, ep] = tools.convert(str(saved(world, form)), out, to="megatron", ep=ep).out
-        return made[world, form, ep]
+        out = str(tmp_path_factory.mktemp("converted") / "out")
+        return tools.convert(str(saved(world, form)), out, to="megatron", ep=ep).out
 
     return folder
 
