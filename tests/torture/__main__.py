@@ -16,16 +16,12 @@ A process of its own has each fault. After it:
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
 import sys
 import tempfile
 import threading
-import time
-import traceback
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,13 +30,13 @@ sys.path[:0] = [str(_TESTS / name) for name in ("torture", "formats", "hosts", "
 
 import saved_worlds  # noqa: E402
 import torch  # noqa: E402
-from calls import DEATH, FAULTS, Calls, Step, left_open  # noqa: E402
+from calls import DEATH, FAULTS, Calls, Step, ended, files, left_open  # noqa: E402
 from forks import Release  # noqa: E402
 from nanotron_builder import MODEL, Run, again, write  # noqa: E402
+from on_ranks import Tried, options  # noqa: E402
 from releases import home  # noqa: E402
 from worlds import World  # noqa: E402
 
-from ds_reshard.errors import ReshardError  # noqa: E402
 from ds_reshard.operations import Options, convert  # noqa: E402
 
 RUN = Run(dp=2, tp=2, model=MODEL[:6:2])
@@ -62,17 +58,6 @@ class Conversion(NamedTuple):
             more["like"] = str(place / "like")
         options = {"force": self.force, "resume": self.resume, **options}
         convert(str(place / "in"), str(place / "out"), to=self.to, options=Options(threads=1, **options), **more)
-
-    def told(self, place: Path, **options: Any) -> str:
-        """What became of it: "done", or the error's class and text."""
-        try:
-            self.run(place, **options)
-        except ReshardError as error:
-            return f"{type(error).__name__}: {error}"
-        except BaseException as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            return f"unnamed {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
-        return "done"
 
 
 WORKS = {
@@ -101,10 +86,6 @@ def _has_no_checksum(path: str) -> bool:
     return path.startswith(("in/", "like/")) and path.endswith((".json", ".yaml", ".safetensors"))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 class Work:
     """One conversion, and how it goes without a fault."""
 
@@ -124,7 +105,7 @@ class Work:
         calls = Calls(str(whole))
         with calls.watched():
             conversion.run(whole)
-        self.steps, self.source, self.expected = calls.steps, contents(self.begun / "in"), contents(whole / "out")
+        self.steps, self.source, self.expected = calls.steps, files(self.begun / "in"), files(whole / "out")
 
     def _middle(self) -> Step:
         """A call in the middle: the first half of the files are finished."""
@@ -146,7 +127,7 @@ class Work:
         if (fault == DEATH) != (said == "death") or said.startswith("unnamed"):
             wrong.append(f"it ended so: {said}")
         if fault == "flipped" and _has_no_checksum(step.path):
-            return wrong if contents(case / "in") == self.source else [*wrong, "the source has changed"]
+            return wrong if files(case / "in") == self.source else [*wrong, "the source has changed"]
         out = self._out(case, fault)
         whole = out == self.expected
         if out not in ({}, self.expected, *([OLD] if self.conversion.force else [])) or (said == "done" and not whole):
@@ -156,13 +137,13 @@ class Work:
                 shutil.rmtree(case / name, ignore_errors=True)
                 if (self.begun / name).exists():
                     shutil.copytree(self.begun / name, case / name)
-        elif contents(case / "in") != self.source:
+        elif files(case / "in") != self.source:
             wrong.append("the source has changed")
         if left := {path.name for path in case.iterdir()} - {"in", "out", "like", "out.ds-reshard"}:
             wrong.append(f"left behind: {sorted(left)}")
-        then = self.conversion.told(case, resume=resume)
+        then = ended(lambda: self.conversion.run(case, resume=resume))
         if fault in ("replaced", "old", "late") and "or of files that have changed since" in then:
-            then = self.conversion.told(case, resume=False)
+            then = ended(lambda: self.conversion.run(case, resume=False))
         if self._out(case, fault) != self.expected or not (then == "done" or (whole and "is there already" in then)):
             wrong.append(f"the next run (resume={resume}) ends otherwise: {then}")
         if (case / "out.ds-reshard").exists() and not whole:
@@ -171,7 +152,7 @@ class Work:
 
     def _out(self, case: Path, fault: str) -> dict[str, bytes]:
         """What is in OUT. Its manifest lists what was seen of the source: a name that nobody reads may be late."""
-        found = contents(case / "out")
+        found = files(case / "out")
         if fault == "late" and "ds_reshard.json" in found:
             found["ds_reshard.json"] = self.expected["ds_reshard.json"]
         return found
@@ -186,7 +167,7 @@ class Work:
             return tuple(json.loads(answer.read_text())) if answer.exists() else ("death", [])
         calls = Calls(str(case), step, fault)
         with calls.watched():
-            said = self.conversion.told(case)
+            said = ended(lambda: self.conversion.run(case))
         wrong = [] if calls.befallen else ["the step was not reached: steps are not the same in each run"]
         if threading.active_count() > 1:
             wrong.append(f"threads are left: {[thread.name for thread in threading.enumerate()]}")
@@ -224,34 +205,25 @@ def sources(place: Path) -> dict[str, Path]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", metavar="WORK STEP FAULT")
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args()
+    given = options(None, __doc__, nargs="*", metavar="WORK STEP FAULT")
     torch.set_num_threads(1)
     os.fsync = lambda fd: None  # the system lives on, and has all that a process wrote which it kills
-    began, findings, tried = time.monotonic(), [], Counter[str]()
+    tried = Tried(given.every)
     with tempfile.TemporaryDirectory() as folder:
-        made, turn = sources(Path(folder)), 0
+        made = sources(Path(folder))
         for name, conversion in WORKS.items():
             if given.only and given.only[0] != name:
                 continue
             work = Work(conversion, made[conversion.source], Path(folder) / "work")
             for step in work.steps:
                 for fault in FAULTS[step.kind]:
-                    turn += 1
                     called = f"{step.kind}:{step.path}:{step.number}"
-                    if turn % given.every or (len(given.only) > 1 and given.only[1:] != [called, fault]):
+                    if not tried.takes() or (len(given.only) > 1 and given.only[1:] != [called, fault]):
                         continue
-                    tried[f"{name} {step.kind}"] += 1
-                    for wrong in work.befallen(step, fault, resume=bool(turn // given.every % 2)):
-                        findings.append([name, called, fault, wrong])
-                        print(*findings[-1], flush=True)
+                    wrong = work.befallen(step, fault, resume=bool(tried.turn // given.every % 2))
+                    tried.counts(f"{name} {step.kind}", (name, called, fault), wrong)
             print(f"{name}: {len(work.steps)} calls", flush=True)
-    print(
-        json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": len(findings), "s": time.monotonic() - began})
-    )
-    return 1 if findings else 0
+    return tried.end()
 
 
 if __name__ == "__main__":

@@ -15,9 +15,13 @@ import re
 import signal
 import stat
 import threading
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from ds_reshard.errors import ReshardError
 
 DEATH = "death"
 _READ = ("EIO", "ESTALE", "short", "ended", "flipped", "replaced")
@@ -146,6 +150,23 @@ class Calls:
         if self._place(file, None) is None or isinstance(file, int):
             return _OPEN(file, mode, buffering, encoding, *more)
         return _through_os(file, mode, buffering, encoding)
+
+
+def ended(action: Callable[[], object]) -> str:
+    """What became of it: "done", or the error's class and text, and of an error not of the package where it was."""
+    try:
+        action()
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    except BaseException as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"unnamed {type(error).__name__}: {error} ({os.path.basename(where.filename)}:{where.lineno})"
+    return "done"
+
+
+def files(folder: str | Path) -> dict[str, bytes]:
+    """All files below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 def left_open(folder: str) -> list[str]:

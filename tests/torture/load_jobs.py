@@ -10,11 +10,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from calls import DEATH, Calls, Step, left_open
+from calls import DEATH, Calls, Step, ended, files, left_open
 from cases import Model, Run
 from jobs import build, contents, outcome, same, weights
 from store_proxy import in_a_hurry, reach
@@ -31,24 +30,12 @@ def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return same(one, other) and weights_equal and one["scheduler"] == other["scheduler"]
 
 
-def files(folder: str) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
-
-
 def _tried(
     engine: Any, good: str, right: dict[str, Any], before: dict[str, Any], within: AbstractContextManager[None]
 ) -> tuple[str, str, str]:
     """What a load ended in, what the engine holds then, and whether it makes a step where that is neither."""
-    import ds_reshard
-
-    said = "done"
-    try:
-        with within:
-            engine.load_checkpoint(good)
-    except ds_reshard.ReshardError as error:
-        said = f"{type(error).__name__}: {error}"
-    except Exception as error:
-        said = f"unnamed {type(error).__name__}: {error}"
+    with within:
+        said = ended(lambda: engine.load_checkpoint(good))
     now = _held(engine)
     held = "right" if _equal(now, right) else "unchanged" if _equal(now, before) else "neither"
     return said, held, "" if held != "neither" else outcome(engine.step)
@@ -183,13 +170,8 @@ def lost(
             os.kill(os.getpid(), signal_number)
 
     began = time.monotonic()
-    try:
-        with ds_reshard.install("deepspeed"), calls.watched(), _before_collectives(befalls):
-            engine.load_checkpoint(folder)
-    except ds_reshard.ReshardError as error:
-        waited = time.monotonic() - began
-        with within(seconds):
-            return f"{type(error).__name__}: {error}", outcome(engine.step), waited
-    except Exception as error:
-        return f"unnamed {type(error).__name__}: {error}", "", time.monotonic() - began
-    return "done", "", 0
+    with ds_reshard.install("deepspeed"), calls.watched(), _before_collectives(befalls):
+        said = ended(lambda: engine.load_checkpoint(folder))
+    waited = time.monotonic() - began
+    with within(seconds):
+        return said, "" if said.startswith(("done", "unnamed")) else outcome(engine.step), waited

@@ -10,7 +10,6 @@ the next load of the same files is right, they are as before, and no file is ope
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
 from cases import Model, Run  # noqa: E402
-from on_ranks import Tried  # noqa: E402
+from on_ranks import Tried, options  # noqa: E402
 from worlds import World  # noqa: E402
 
 from ds_reshard.operations import Options, convert  # noqa: E402
@@ -54,14 +53,11 @@ def wrong(told: Sequence[tuple[str, ...]]) -> str:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", choices=KINDS)
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args(words)
+    given = options(words, __doc__, nargs="?", choices=KINDS)
     tried, world = Tried(given.every), World(2)
     with tempfile.TemporaryDirectory() as place:
         for name, (saved, to, run) in KINDS.items():
-            if given.kind in (None, name):
+            if given.only in (None, name):
                 good, other = (made(world, f"{place}/{name}", saved, to, seed) for seed in (7, 8))
                 steps = world.run("load_jobs.steps", run=run, model=MODEL, folder=good)
                 arguments = {"run": run, "model": MODEL, "good": good, "other": other}

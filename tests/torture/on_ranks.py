@@ -1,7 +1,8 @@
-"""Cases that ranks go through together, one of which has the fault."""
+"""What was tried and was wrong; and cases that ranks go through together, one of which has the fault."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import time
 from collections import Counter
@@ -17,13 +18,34 @@ _SAME = 25
 """Cases that one call of the workers goes through."""
 
 
+def options(words: Sequence[str] | None, doc: str | None, **only: Any) -> argparse.Namespace:
+    """What a command line asks for: each `every`-th case, of those of a kind where `only` is how one is named."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if only:
+        parser.add_argument("only", **only)
+    parser.add_argument("--every", type=int, default=1)
+    return parser.parse_args(words)
+
+
 class Tried:
     """What was tried: of all cases each `every`-th; those that end wrong are printed."""
 
     def __init__(self, every: int) -> None:
-        self._every, self._turn = every, 0
+        self._every, self.turn = every, 0
         self._by, self._findings = Counter[str](), 0
         self._began = time.monotonic()
+
+    def takes(self) -> bool:
+        """Whether the next case is one of them."""
+        self.turn += 1
+        return self.turn % self._every == 0
+
+    def counts(self, kind: str, called: Sequence[object], wrong: Iterable[object]) -> None:
+        """One case was tried."""
+        self._by[kind] += 1
+        for finding in wrong:
+            self._findings += 1
+            print(*called, finding, flush=True)
 
     def of(
         self,
@@ -38,17 +60,13 @@ class Tried:
         cases: list[Case] = []
         for rank, of_rank in enumerate(steps):
             for step, fault in ((one, fault) for one in of_rank for fault in FAULTS[one.kind] if fault != DEATH):
-                self._turn += 1
-                if self._turn % self._every == 0:
+                if self.takes():
                     cases.append((rank, step, fault))
         for first in range(0, len(cases), _SAME):
             part = cases[first : first + _SAME]
             told = world.run(job, cases=part, **arguments)
             for case, by_rank in zip(part, zip(*told, strict=True), strict=True):
-                self._by[f"{name}: {case[1].kind}"] += 1
-                if found := wrong(case, list(by_rank)):
-                    self._findings += 1
-                    print(name, case, found, flush=True)
+                self.counts(f"{name}: {case[1].kind}", (name, case), filter(None, [wrong(case, list(by_rank))]))
 
     def end(self) -> int:
         """Print the counts; 1 where something was wrong."""

@@ -6,15 +6,12 @@ python tests/torture/ranks.py --every 5      a sample
 
 from __future__ import annotations
 
-import argparse
-import json
 import signal
 import sys
 import tempfile
-import time
-from collections import Counter
 
 from loads import KINDS, MODEL, made
+from on_ranks import Tried, options
 from worlds import World
 
 TIMEOUT_S = 5
@@ -24,12 +21,8 @@ _CALLS = {"zero2 to zero3": 8, "universal to zero2": 3, "dcp to zero3": 3}
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args(words)
-    began, tried, findings = time.monotonic(), Counter[str](), 0
+    tried = Tried(options(words, __doc__).every)
     with tempfile.TemporaryDirectory() as place:
-        turn = 0
         for kind, calls in _CALLS.items():
             saved, to, run = KINDS[kind]
             world = World(2)
@@ -40,21 +33,16 @@ def main(words: list[str]) -> int:
             moments += [(on, found[on][0][at * len(found[on][0]) // calls]) for on in (0, 1) for at in range(calls)]
             for on, at in moments:
                 for sent in (signal.SIGKILL, signal.SIGSTOP):
-                    turn += 1
-                    if turn % given.every:
+                    if not tried.takes():
                         continue
-                    tried[kind] += 1
                     world = World(2, timeout_s=12 * TIMEOUT_S)
                     arguments = {"run": run, "model": MODEL, "folder": folder, "on": on, "at": at}
                     arguments |= {"signal_number": sent, "seconds": TIMEOUT_S}
                     (told,) = world.run_without(on, "load_jobs.lost", 12 * TIMEOUT_S, **arguments)
                     named = told is not None and told[0].startswith("RankLost: ") and told[1] != "done"
-                    if not named or told[2] > 6 * TIMEOUT_S:
-                        findings += 1
-                        print(kind, sent.name, on, at, told, flush=True)
-    seconds = round(time.monotonic() - began)
-    print(json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": findings, "seconds": seconds}))
-    return 1 if findings else 0
+                    in_time = named and told[2] <= 6 * TIMEOUT_S
+                    tried.counts(kind, (kind, sent.name, on, at), [] if in_time else [told])
+    return tried.end()
 
 
 if __name__ == "__main__":

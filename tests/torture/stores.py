@@ -19,7 +19,6 @@ A load ends as `loads.py` says; it goes well where asking again is enough, and s
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -27,16 +26,16 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
-from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("formats", "hosts"))]
 
+from calls import ended, files  # noqa: E402
 from loads import KINDS, MODEL, made  # noqa: E402
 from loads import wrong as wrong_of_ranks  # noqa: E402
+from on_ranks import Tried, options  # noqa: E402
 from store_proxy import DEATH, FAULTS, Request, Store, flipped, in_a_hurry, reach, store_here  # noqa: E402
 from worlds import World, server  # noqa: E402
 from zero_builder import Built, write  # noqa: E402
@@ -88,14 +87,8 @@ def _client(job: Job) -> tuple[list[str], str, list[str]]:
     remote.PART_NBYTES, store_workspace._STILL_BEATS, tempfile.tempdir = job.part_nbytes, 0, job.folder
     ranges._IDLE_S = 0.05
     seen = [_seen(path) for path in (OUT, f"{OUT}/{TAG}") if job.looks]
-    try:
-        convert(job.source, OUT, to="zero3", dp=1, options=Options(threads=1, resume=job.resume))
-        said = "done"
-    except ReshardError as error:
-        said = f"{type(error).__name__}: {error}"
-    except BaseException as error:
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"unnamed {type(error).__name__}: {error} ({Path(where.filename).name}:{where.lineno})"
+    options = Options(threads=1, resume=job.resume)
+    said = ended(lambda: convert(job.source, OUT, to="zero3", dp=1, options=options))
     threads, until = _threads(), time.monotonic() + 5
     while any(name.startswith("ds-reshard-ahead") for name in threads) and time.monotonic() < until:
         time.sleep(0.01)  # they end when nothing is to be done
@@ -175,7 +168,7 @@ class Work:
         self.conversion, self._store, self._clients = WORKS[name], store, clients
         self._source, self._folder = place / "saved", place / "tmp"
         self._folder.mkdir(exist_ok=True)
-        self._begun = {f"in/{name}": data for name, data in contents(self._source).items()}
+        self._begun = {f"in/{name}": data for name, data in files(self._source).items()}
         if self.conversion.resume is not None:
             killed.update(killed or self._killed())
             self._begun |= killed
@@ -269,7 +262,7 @@ class Work:
         return wrong + [f"the next run leaves: {one}" for one in left]
 
     def _is_changed(self) -> bool:
-        here = {f"in/{name}": data for name, data in contents(self._source).items()}
+        here = {f"in/{name}": data for name, data in files(self._source).items()}
         there = {f"in/{name}": data for name, data in self._store.contents("in").items()}
         source = {name: data for name, data in self._begun.items() if name.startswith("in/")}
         return here != source or there != source
@@ -282,10 +275,6 @@ class Work:
             self._store.files.pipe_file(path, content)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
-
-
 class Load:
     """A load by two ranks of DeepSpeed, and how it goes without a fault."""
 
@@ -293,7 +282,7 @@ class Load:
         saved, to, self._run = KINDS["zero2 to zero3"]
         self._store, self._world = store, World(2)
         good, self._other = (made(self._world, str(place / "load"), saved, to, seed) for seed in (7, 8))
-        self._files = contents(Path(good))
+        self._files = files(Path(good))
         self._url = store.put(Path(good), "load")
         arguments = {"run": self._run, "model": MODEL, "url": self._url}
         self._world.run("load_jobs.begin_by_url", environment=store.environment, **arguments)
@@ -330,11 +319,8 @@ class Load:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="*", metavar="WORK REQUEST FAULT")
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args(words)
-    began, findings, tried, turn, killed = time.monotonic(), 0, Counter[str](), 0, dict[str, bytes]()
+    given = options(words, __doc__, nargs="*", metavar="WORK REQUEST FAULT")
+    tried, killed = Tried(given.every), dict[str, bytes]()
     clients = Clients()
     with tempfile.TemporaryDirectory() as folder, store_here() as store:
         import moto.s3.models
@@ -352,20 +338,15 @@ def main(words: list[str]) -> int:
                 for fault in FAULTS[request.kind]:
                     if name == LOAD and fault == DEATH:
                         continue
-                    turn += 1
-                    if turn % given.every or (len(given.only) > 1 and given.only[1:] != [called, fault]):
+                    if not tried.takes() or (len(given.only) > 1 and given.only[1:] != [called, fault]):
                         continue
-                    tried[f"{name}: {request.kind}"] += 1
-                    for wrong in work.befallen(request, fault, resume=bool(turn // given.every % 2)):
-                        findings += 1
-                        print(name, called, fault, wrong, flush=True)
+                    wrong = work.befallen(request, fault, resume=bool(tried.turn // given.every % 2))
+                    tried.counts(f"{name}: {request.kind}", (name, called, fault), wrong)
             print(f"{name}: {len(work.requests)} requests", flush=True)
             work.close() if isinstance(work, Load) else None
         moto.s3.models.S3_UPLOAD_PART_MIN_SIZE = least
     clients.close()
-    seconds = round(time.monotonic() - began)
-    print(json.dumps({"tried": sum(tried.values()), "by": tried, "wrong": findings, "seconds": seconds}))
-    return 1 if findings else 0
+    return tried.end()
 
 
 def _wire(store: Store, clients: Clients) -> None:

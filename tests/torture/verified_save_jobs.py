@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from calls import Calls, Step, left_open
+from calls import Calls, Step, ended, left_open
 from fsdp_manager_jobs import _file, _fsdp2, _schedule, train
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -74,14 +74,8 @@ def verified(kind: str, folder: str, cases: list[tuple[int, Step, str]] | None) 
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()
         before()
-        try:
-            with calls.watched():
-                save()
-        except ds_reshard.ReshardError as error:
-            return f"{type(error).__name__}: {error}"
-        except Exception as error:
-            return f"unnamed {type(error).__name__}: {error}"
-        return "done"
+        with calls.watched():
+            return ended(save)
 
     with ds_reshard.install("fsdp", verify_after_save=True):
         calls = Calls(folder)

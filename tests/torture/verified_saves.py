@@ -9,14 +9,13 @@ were refused from then on, or the file had ended. The next save is good.
 
 from __future__ import annotations
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
-from on_ranks import Case, Tried  # noqa: E402
+from on_ranks import Case, Tried, options  # noqa: E402
 from verified_save_jobs import KINDS, is_loss  # noqa: E402
 from worlds import World  # noqa: E402
 
@@ -35,13 +34,10 @@ def wrong(case: Case, told: list[tuple[str, ...]]) -> str:
 
 
 def main(words: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kind", nargs="?", choices=KINDS)
-    parser.add_argument("--every", type=int, default=1)
-    given = parser.parse_args(words)
+    given = options(words, __doc__, nargs="?", choices=KINDS)
     tried, world = Tried(given.every), World(2)
     with tempfile.TemporaryDirectory() as place:
-        for kind in KINDS if given.kind is None else (given.kind,):
+        for kind in KINDS if given.only is None else (given.only,):
             arguments = {"kind": kind, "folder": f"{place}/save"}
             steps = world.run("verified_save_jobs.verified", cases=None, **arguments)
             tried.of(world, kind, steps, "verified_save_jobs.verified", wrong, **arguments)
