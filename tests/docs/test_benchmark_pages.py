@@ -23,7 +23,7 @@ def test_every_table_stands_on_a_page_and_has_figures() -> None:
     texts = [(ROOT / name).read_text(encoding="utf-8") for name in PAGES]
     for name, made in TABLES.items():
         assert sum(f"<!-- {name} -->" in text for text in texts) == 1
-        assert len(made().splitlines()) > 2
+        assert len(list(made())) > 1
 
 
 def test_another_table_is_found() -> None:
