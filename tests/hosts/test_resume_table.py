@@ -201,6 +201,15 @@ def test_the_report_says_what_was_used_and_because_of_what(worlds: Any, kept: An
     assert rows["global batch size"]["checkpoint"] == rows["global batch size"]["used"]
 
 
+def test_the_report_of_weights_alone_has_the_stage_that_was_saved(worlds: Any, kept: Any) -> None:
+    """Stages 1 and 2 have the same model file: the optimizer's files, which tell, are not opened."""
+    for stage in (1, 2):
+        folder, _ = kept(Setup(run=Run(stage, 2)))
+        loaded = resume(worlds, Setup(run=Run(1, 1)), folder, flags=["--no-load-optim"])
+        rows = {row["name"]: row for row in loaded[0]["report"]["rows"]}
+        assert tuple(rows["stage and dp"]["checkpoint"]) == (stage, 2)
+
+
 REFUSED = {
     "plateau": (
         Setup(scheduler=("ReduceLROnPlateau", {})),

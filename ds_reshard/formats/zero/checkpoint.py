@@ -20,7 +20,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole, whole_group
-from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
+from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states, with_wholes
 from ds_reshard.formats.zero.tensor_parallel import Division, Rule, rules_given
@@ -204,6 +204,12 @@ class ZeroCheckpoint:
         if self.universal is not None:
             return self.universal.common.stage
         return self.optim.stage if self.optim else 1
+
+    @property
+    def told_stage(self) -> int:
+        """The stage as people are told: of stages 1 and 2 the saved JSON tells, where no optimizer file was opened."""
+        said = section(self.model.config, "zero_optimization").get("stage")
+        return said if self.optim is None and self.stage == 1 and isinstance(said, int) and said == 2 else self.stage
 
     @property
     def kind(self) -> str:

@@ -299,7 +299,7 @@ def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settin
         checkpoint.model.entries,
         settings,
         where=checkpoint.listing.folder,
-        stage=checkpoint.stage,
+        stage=checkpoint.told_stage,
         groups=_groups(groups, settings) if checkpoint.stage or _holds_optimizer(checkpoint) else {},
         clip_grad=checkpoint.optimizer_entries.get("clip_grad"),
         scheduler=scheduler,
