@@ -171,10 +171,9 @@ def layers_of(arguments: Mapping[str, object]) -> dict[tuple[int, int], range] |
     if not isinstance(layers, int):
         return None
     pattern = str(arguments.get("hybrid_layer_pattern") or "").partition("/")[0]  # behind it are those of MTP
-    if layout or "|" in pattern:
-        counts = _laid_out(str(layout)) if layout else [len(stage) for stage in pattern.split("|")]
-    else:
-        counts = _dealt_out(arguments, layers, pp, vp)
+    counts = _laid_out(str(layout)) if layout else _dealt_out(arguments, layers, pp, vp)
+    if "|" in pattern:
+        counts = [len(stage) for stage in pattern.split("|")]
     if len(counts) != pp * vp or sum(counts) != layers or min(counts) < 0:
         return None
     spans = (range(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True))
