@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("tests", deadline=None)  # on a busy machine an example takes as long as it takes
+settings.load_profile("tests")
 
 _HOSTS = str(Path(__file__).parent / "hosts")
 sys.path.insert(0, _HOSTS)

@@ -31,7 +31,7 @@ _SECONDS = 240
 # An example that fails is enough; to look for the smallest takes minutes.
 _NO_SHRINKING = """
 from hypothesis import Phase, settings
-settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate])
+settings.register_profile("mutants", phases=[Phase.explicit, Phase.generate], deadline=None)
 settings.load_profile("mutants")
 """
 

@@ -66,7 +66,7 @@ def places() -> Iterator[Path]:
 
 
 @given(built=models(), first=TARGETS, second=TARGETS, third=TARGETS, sub=st.sampled_from((5, 40, 10**9)))
-@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_way_round(
     places: Path, built: Built, first: tuple[str, int], second: tuple[str, int], third: tuple[str, int], sub: int
 ) -> None:
@@ -87,7 +87,7 @@ def test_any_way_round(
 
 
 @given(built=models())
-@settings(deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_universal_files_hold_each_tensor_whole(places: Path, built: Built) -> None:
     with tempfile.TemporaryDirectory(dir=places) as folder:
         out = Path(folder) / "out"

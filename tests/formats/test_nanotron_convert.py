@@ -145,7 +145,7 @@ def models(draw: st.DrawFn) -> tuple[Param, ...]:
 
 @pytest.mark.slow
 @given(model=models(), pp=st.sampled_from((1, 2)), before=SIZES, after=SIZES, masters=st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_any_model_under_any_topology(
     model: tuple[Param, ...], pp: int, before: tuple[int, int, int], after: tuple[int, int, int], masters: bool
 ) -> None:

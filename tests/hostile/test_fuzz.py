@@ -57,7 +57,6 @@ def share(percent: int, each: int = 1) -> settings:
     """So many of all cases, `each` of them from one example; none is kept, and a failure is made small."""
     return settings(
         max_examples=max(1, CASES * percent // (100 * each)),
-        deadline=None,
         database=None,
         phases=(Phase.explicit, Phase.generate, Phase.shrink),
         suppress_health_check=list(HealthCheck),

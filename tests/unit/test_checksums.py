@@ -23,7 +23,7 @@ from ds_reshard.execution.checksums import (
 from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
 
-QUICK = settings(deadline=None, max_examples=40)
+QUICK = settings(max_examples=40)
 DATA = random.Random(0).randbytes(64)
 RECORD = Record(path="file", byte_offset=1000, nbytes=len(DATA), crc32=crc32(DATA))
 

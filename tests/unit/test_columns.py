@@ -13,7 +13,7 @@ from ds_reshard.model.layout import Cut, Layout, Piece, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
-QUICK = settings(deadline=None, max_examples=100)
+QUICK = settings(max_examples=100)
 
 
 @st.composite

@@ -20,7 +20,7 @@ from ds_reshard.model.region import Rows
 from ds_reshard.planning.copies import Copies, Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan
 
-QUICK = settings(deadline=None, max_examples=100)
+QUICK = settings(max_examples=100)
 FP32, BF16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.UINT8
 RECORDS = [Record(path=path, byte_offset=0, nbytes=1 << 50, crc32=None) for path in ("b", "a")]
 

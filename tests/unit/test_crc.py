@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.containers import crc
 
-QUICK = settings(deadline=None, max_examples=50)
+QUICK = settings(max_examples=50)
 
 
 @pytest.fixture(params=["isal", "without isal"])

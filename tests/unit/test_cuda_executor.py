@@ -25,7 +25,7 @@ from ds_reshard.testing.late_device import LateDevice
 from ds_reshard.testing.suites import checksum_faults, open_files, write_record
 
 FP32, BF16, FP16, UINT8 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.FLOAT16, ElementType.UINT8
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(max_examples=60)
 CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ds_reshard import errors
 from ds_reshard.errors import Fault, ReshardError, as_faults, faults_of, raise_faults, without_secrets
 
-QUICK = settings(deadline=None, max_examples=50)
+QUICK = settings(max_examples=50)
 CLASSES = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, ReshardError)]
 PRECEDENCE = [
     "InternalError",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ds_reshard.model.facts import ScalarTensor, canonical, describe
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, StorageRecord, TensorRecord
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(max_examples=60)
 FP32, INT64 = ElementType.FLOAT32, ElementType.INT64
 SECONDS = 2.0
 

@@ -20,7 +20,7 @@ from ds_reshard.execution.fingerprint import BLOCK_WORDS, Fingerprints, fingerpr
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
 
-QUICK = settings(deadline=None, max_examples=60)
+QUICK = settings(max_examples=60)
 KEY = TensorKey(name="w", kind="weight")
 BLOCK_NBYTES = 4 * BLOCK_WORDS
 BIG = random.Random(0).randbytes(2 * BLOCK_NBYTES + 4 * 16 * 3)

@@ -28,7 +28,7 @@ from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, ch
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, overlap
 
-QUICK = settings(deadline=None, max_examples=40)
+QUICK = settings(max_examples=40)
 FP32, BF16 = ElementType.FLOAT32, ElementType.BFLOAT16
 KINDS = {"fp32": FP32, "exp_avg": BF16}
 

@@ -73,7 +73,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(VALUES, st.integers(0, 5))
 def test_plain_values_come_back_as_pickle_reads_them(value, protocol):
     found = read(pickle.dumps(value, protocol))

@@ -37,7 +37,7 @@ from ds_reshard.planning.plan import Planner
 from ds_reshard.testing import FormatSuite, SavedCheckpoint
 from ds_reshard.testing.suites import checksum_faults
 
-SOME = settings(deadline=None, max_examples=25)
+SOME = settings(max_examples=25)
 GOLDEN = Path(__file__).parent / "golden"
 FP32, BF16, INT64 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.INT64
 KINDS = {"fp32": FP32, "exp_avg": BF16, "count": INT64}

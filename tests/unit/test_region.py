@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.model.region import Box, Region, Rows, Run, box_region, boxes, overlap
 
-QUICK = settings(deadline=None, max_examples=70)
+QUICK = settings(max_examples=70)
 
 
 def indices(box: Box) -> list[tuple[int, ...]]:

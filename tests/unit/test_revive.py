@@ -219,7 +219,7 @@ def test_client_state_of_a_checkpoint_is_what_torch_load_gives(tmp_path):
     assert equal(found, expected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.recursive(
         st.one_of(st.integers(), st.text(max_size=3), st.none()),

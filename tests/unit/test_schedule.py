@@ -76,7 +76,7 @@ def _ours(kind: str, params: dict[str, Any], lrs: list[float]) -> tuple[Schedule
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), lrs=st.lists(RATE, min_size=1, max_size=3))
 def test_a_schedule_is_deepspeeds_own_to_the_last_bit(kind: str, data: st.DataObject, lrs: list[float]) -> None:
     """Every parameter that the JSON takes, defaults included, at the beginning, at the ends and in between."""
@@ -136,7 +136,7 @@ def test_a_list_gives_each_param_group_its_own(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", PARAMS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=st.data(), more=st.integers(0, 500))
 def test_from_its_end_a_schedule_stays(kind: str, data: st.DataObject, more: int) -> None:
     """`end` is what the drawing goes to: nothing happens after it."""
@@ -183,7 +183,7 @@ def test_megatrons_weight_decay_has_the_values_of_its_formula(style: str, table:
     assert {n: made(n) for n in table} == pytest.approx(table, rel=1e-12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_megatrons_schedule_is_its_own_to_the_last_bit(data: st.DataObject) -> None:
     """Against OptimizerParamScheduler where megatron.core is installed; the tables above hold everywhere."""

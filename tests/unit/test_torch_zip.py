@@ -49,7 +49,7 @@ def test_every_element_type(tmp_path, dtype):
     assert same(loaded(path), torch.load(path, weights_only=True))
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(tree=TREES)
 def test_trees_of_tensors_say_what_torch_load_makes(tmp_path_factory, tree):
     path = saved(tmp_path_factory.mktemp("tree"), tree)

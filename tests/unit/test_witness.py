@@ -86,7 +86,7 @@ def test_what_is_read_is_what_is_held_and_the_ranks_add_up_to_the_model(case, ma
         assert sums[key] == fingerprint_of(truth[key].to(torch_dtype(layout[key].dtype)))
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(cases(), st.data())
 def test_a_plan_that_puts_a_wrong_byte_into_a_tensor_is_seen(case, data):
     """A copy that is lost, reads from another place, or writes to another: where memory is wrong, the sums differ.
