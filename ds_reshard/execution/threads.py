@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -108,11 +108,12 @@ class ThreadExecutor:
                 with files:
                     try:
                         jobs += (pool.submit(work.run_all, left) for _ in range(min(threads, len(batches))))
-                        for done in jobs:
-                            done.result()
+                        wait(jobs, return_when=FIRST_EXCEPTION)
                     finally:  # of an interruption, or an error, too: no thread takes another, or reads a closed file
                         deque(left, maxlen=0)
                         wait(jobs)
+                for done in jobs:
+                    done.result()
         outcome.faults += changed_faults(remote) if remote and not self._looks else []
         return outcome
 

@@ -286,6 +286,7 @@ class _Work:
             jobs = [pool.submit(self._or_stop, write_all) for _ in range(at_once)]
             try:
                 wait(jobs, return_when=FIRST_EXCEPTION)
+                wait(self._synced)  # here, where an interruption is heard
             except BaseException:
                 self._stopping.set()
                 raise
