@@ -168,10 +168,15 @@ def test_what_ranks_have_finished_is_not_done_again(checkpoint: Path, tmp_path: 
     assert files(tmp_path / "out") == files(checkpoint.parent / "alone")
 
 
-def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("sent", "status", "told"),
+    [(signal.SIGSTOP, -signal.SIGKILL, ""), (signal.SIGINT, 130, "ds-reshard: interrupted")],
+    ids=["it hangs", "it is interrupted"],
+)
+def test_a_rank_that_answers_no_more_ends_the_others_within_the_timeout(
+    checkpoint: Path, tmp_path: Path, capfd: Any, monkeypatch: Any, sent: signal.Signals, status: int, told: str
 ) -> None:
-    """Stopped half-way, it answers no more; those that wait for it hear of it, though it has not ended."""
+    """Those that wait for it hear of it, though it has not ended; one that is interrupted does not wait for them."""
     impatient(monkeypatch)
     port, write_unit = str(free_port()), conversion._Work._write
 
@@ -181,38 +186,15 @@ def test_a_rank_that_hangs_ends_the_others_within_the_timeout(
         def stops(work: conversion._Work, *given: Any) -> None:
             write_unit(work, *given)
             if number == 1:
-                os.kill(os.getpid(), signal.SIGSTOP)
+                os.kill(os.getpid(), sent)
+                time.sleep(1)
 
         conversion._Work._write = stops  # type: ignore[method-assign]
         return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
 
-    assert in_ranks(3, rank) == [2, -signal.SIGKILL, 2]
-    assert "a rank has ended, or has not answered" in capfd.readouterr().err
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_rank_that_is_interrupted_ends_and_the_others_hear_of_it(
-    checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither waits for the other."""
-    impatient(monkeypatch)
-    port, write_unit = str(free_port()), conversion._Work._write
-
-    def rank(number: int) -> int:
-        launched(port, number, 3)
-
-        def interrupted(work: conversion._Work, *given: Any) -> None:
-            write_unit(work, *given)
-            if number == 1:
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(1)
-
-        conversion._Work._write = interrupted  # type: ignore[method-assign]
-        return main(["convert", str(checkpoint), str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)])
-
-    assert in_ranks(3, rank) == [2, 130, 2]
-    told = capfd.readouterr().err
-    assert "ds-reshard: interrupted" in told and "a rank has ended, or has not answered" in told
+    assert in_ranks(3, rank) == [2, status, 2]
+    said = capfd.readouterr().err
+    assert told in said and "a rank has ended, or has not answered" in said
     assert not (tmp_path / "out").exists()
 
 
