@@ -92,6 +92,13 @@ HOOKS = HostHooks(
             summary="refuses resume flags where a script loads its optimizer by itself: nobody would apply them",
         ),
         Patch(
+            target="bitsandbytes.optim.optimizer:Optimizer8bit.load_state_dict",
+            wrapper=Seam(f"{__name__}:load_state_dict"),
+            signature=("state_dict",),
+            summary="refuses them for the optimizers of bitsandbytes, which do not call torch's method",
+            optional=True,
+        ),
+        Patch(
             target="torch.distributed.checkpoint.state_dict:_init_optim_state",
             wrapper=Seam(f"{__name__}:begin_states"),
             signature=("optim",),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,39 @@ def test_an_optimizer_beside_the_engine_refuses_flags(worlds: Any, tmp_path: Pat
 def test_an_optimizer_that_gets_its_own_state_does_not_resume(worlds: Any) -> None:
     """accelerate gives each optimizer its own state when it prepares it, and a script may go back to one of its run."""
     assert worlds[1].run("dropped_jobs.no_resume", flags=["--no-load-optim"]) == [["", "", ""]]
+
+
+BITSANDBYTES = """
+import torch
+
+class Optimizer8bit(torch.optim.AdamW):
+    def load_state_dict(self, state_dict, move_to_device=True):
+        self.param_groups = state_dict["param_groups"]
+"""
+RESUME = """
+import argparse, torch, ds_reshard, ds_reshard.auto
+from bitsandbytes.optim.optimizer import Optimizer8bit
+from ds_reshard.resume.policy_sources import add_arguments
+
+optimizer = Optimizer8bit(torch.nn.Linear(2, 2).parameters())
+saved = {**optimizer.state_dict(), "state": {0: {"step": 3}}}
+add_arguments(argparse.ArgumentParser()).parse_args()
+try:
+    optimizer.load_state_dict(saved)
+except ds_reshard.ConfigError as error:
+    print(error)
+"""
+
+
+def test_an_optimizer_that_does_not_call_torchs_method_refuses_flags(tmp_path: Path) -> None:
+    """A synthetic class with the load of bitsandbytes 0.50, whose own was seen to drop them."""
+    (tmp_path / "bitsandbytes" / "optim").mkdir(parents=True)
+    (tmp_path / "bitsandbytes" / "optim" / "optimizer.py").write_text(BITSANDBYTES)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    for flags in (["--no-load-optim"], []):
+        command, environment = [sys.executable, "-c", RESUME, *flags], {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.startswith("--no-load-optim: ") if flags else not done.stdout
 
 
 def test_an_engine_that_nobody_built_applies_no_flags(worlds: Any, tmp_path: Path) -> None:
