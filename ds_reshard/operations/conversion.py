@@ -282,9 +282,9 @@ class _Work:
                     raise
 
         with ThreadPoolExecutor(keeping) as syncing, ThreadPoolExecutor(at_once) as pool:
-            self._syncing = syncing
-            jobs = [pool.submit(self._or_stop, write_all) for _ in range(at_once)]
+            self._syncing, jobs = syncing, list[Future[None]]()
             try:
+                jobs += (pool.submit(self._or_stop, write_all) for _ in range(at_once))
                 wait(jobs, return_when=FIRST_EXCEPTION)
                 wait(self._synced)  # here, where an interruption is heard
             except BaseException:
