@@ -231,7 +231,8 @@ def test_a_process_that_can_start_no_thread_is_no_bug(checkpoint: Path, tmp_path
     command = [sys.executable, "-c", SHORT, *tool.split(), str(checkpoint), *more, "--processes", copies]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "report this" not in done.stderr, done.stderr
-    assert "can't start new thread" in done.stderr and "--threads" in done.stderr, done.stderr
+    short = ("can't start new thread", "no memory is left on the host")  # which of both it comes upon first
+    assert any(words in done.stderr for words in short) and "--threads" in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
 
 
