@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr pictures bench gpu gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr pictures bench gpu gpu-hosts gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -22,7 +22,8 @@ help:
 	@echo "make torture        every call on files, and to an object store, of conversions and loads fails once, in each way"
 	@echo "make bench          every benchmark beside what it is compared with, and the tables of docs/benchmarks.md"
 	@echo "make gpu            the tests and the benchmark that need a CUDA device; GPU_PYTHON=... where nothing can be installed"
-	@echo "make gpu-wheels     what make gpu needs beside torch, as wheels to carry along"
+	@echo "make gpu-hosts      tests of DeepSpeed and Megatron-LM whose ranks, over NCCL, share one CUDA device"
+	@echo "make gpu-wheels     what both need beside torch, as wheels to carry along"
 	@echo "make test-versions  a part of the tests against other DeepSpeed, accelerate, transformers and Megatron-LM releases, and other Pythons"
 	@echo "make test-nanotron  a real checkout of nanotron (SRC=path) saves, loads what was converted, resumes"
 	@echo "make test-peers     DeepSpeed's own tests of checkpoints (SRC=path), with and without the hooks"
@@ -126,7 +127,11 @@ bench: venv
 # GPU_PYTHON is an interpreter that has torch >= 2.11 with CUDA; what it lacks is unpacked from the wheels of WHEELS.
 GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py \
 	tests/hosts/test_one_rank.py
-GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging pygments
+GPU_HOSTS := $(patsubst %,tests/hosts/%.py,test_matrix test_proved test_device test_universal test_dcp_reader test_grid \
+	test_other_adams test_builder test_resume test_bad_input test_ranks_differ megatron/test_megatron_load \
+	megatron/test_megatron_load_runs)
+GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging \
+	pygments hjson pydantic pydantic_core annotated-types typing-inspection omegaconf rich markdown-it-py mdurl
 GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64
 GPU_PACKAGES := .gpu-packages
 WHEELS ?= wheels
@@ -137,6 +142,9 @@ gpu: $(if $(GPU_PYTHON),gpu-packages,venv)
 	$(GPU_RUN) -m benchmarks.gpu --output benchmarks/results $(if $(COMMIT),--commit $(COMMIT))
 	$(GPU_RUN) -m benchmarks.page
 
+gpu-hosts: $(if $(GPU_PYTHON),gpu-packages,venv)
+	TEST_DEVICE=cuda $(GPU_RUN) -m pytest $(GPU_HOSTS)
+
 gpu-packages:
 	@rm -rf $(GPU_PACKAGES)
 	@mkdir $(GPU_PACKAGES)
@@ -145,6 +153,7 @@ gpu-packages:
 gpu-wheels: venv
 	$(PIP) download -c constraints.txt --dest $(WHEELS) --no-deps --only-binary=:all: --python-version 3.12 \
 		$(foreach tag,$(GPU_TAGS),--platform $(tag)) $(GPU_WHEELS)
+	$(PIP) wheel -c constraints.txt --wheel-dir $(WHEELS) --no-deps --no-build-isolation deepspeed
 
 test-versions: venv
 	$(BIN)/python tests/versions/run.py

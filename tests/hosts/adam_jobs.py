@@ -120,7 +120,9 @@ def _engine(kind: str, stage: int, seed: int = 0, **asked: Any) -> Any:
 
 def _step(engine: Any, step: int) -> None:
     torch.manual_seed(100 + step)
-    engine.backward(engine(torch.randn(4, 16).to(next(engine.parameters()).dtype)).float().square().mean())
+    engine.backward(
+        engine(torch.randn(4, 16).to(engine.device, next(engine.parameters()).dtype)).float().square().mean()
+    )
     engine.step()
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from devices import BUCKETS
+
 GLOBAL_BATCH = 12
 
 
@@ -52,7 +54,7 @@ def ds_config(run: Run) -> dict[str, Any]:
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"stage": zero_stage, **run.options},
+        "zero_optimization": {"stage": zero_stage, **BUCKETS, **run.options},
         "steps_per_print": 10**9,
         "wall_clock_breakdown": False,
     }

@@ -27,7 +27,7 @@ def _assert_nothing_acts(folder: Path) -> None:
 def _what_a_test_saves_passes(request: pytest.FixtureRequest) -> Iterator[None]:
     """What real frameworks save in a test holds nothing that acts, and nothing that needs `trust`."""
     yield
-    folder = getattr(request.node, "funcargs", {}).get("tmp_path")
+    folder = (getattr(request.node, "funcargs", None) or {}).get("tmp_path")
     if folder is not None and request.node.get_closest_marker("acts") is None:
         _assert_nothing_acts(folder)
 

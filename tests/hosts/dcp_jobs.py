@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import Model
+from devices import DEVICE
 from jobs import Net, _groups, batch
 from logs import refusal
 from torch.distributed.checkpoint.api import CheckpointException
@@ -23,14 +24,14 @@ except ImportError:  # torch 2.5
 
 
 def _whole(value: Any) -> torch.Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().to("cpu", copy=True)
 
 
 def fsdp2(model: Model, turned: bool) -> tuple[Any, Any]:
     """The same model under FSDP2 over every rank; `turned` has the param groups the other way round."""
     torch.manual_seed(99)
     net = Net(model)
-    fully_shard(net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(net, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
     groups = _groups(net, model)
     return net, torch.optim.AdamW(groups[::-1] if turned else groups)
 
@@ -201,7 +202,7 @@ def columns(folder: str) -> dict[str, torch.Tensor]:
     """Every parameter of `jobs.Net` as a DTensor that is sharded by its last dimension."""
     import ds_reshard.dcp
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     wanted = {
         name: distribute_tensor(torch.zeros(param.shape), mesh, [Shard(param.dim() - 1)])
         for name, param in Net(Model()).named_parameters()
@@ -252,7 +253,7 @@ def save(folder: str, model: Model) -> dict[tuple[str, str], torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     weights, states = get_state_dict(net, optimizer)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     torch.manual_seed(3)
     odd = {
         "columns": distribute_tensor(torch.randn(4, 11), mesh, [Shard(1)]),

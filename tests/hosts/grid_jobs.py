@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from devices import BUCKETS, DEVICE
 from grid_cases import Grid
 from grid_models import BUILD, moments, muon_moments, numbers, specs
 
@@ -26,7 +27,7 @@ def config_of(grid: Grid) -> dict[str, Any]:
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, **grid.options},
+        "zero_optimization": {"stage": stage, **BUCKETS, **grid.options},
         "steps_per_print": 10**9,
         **grid.config,
     }
@@ -146,10 +147,10 @@ def _forget() -> None:
 def step(grid: Grid, engine: Any) -> None:
     if grid.kind == "pipeline":
         dtype = torch.bfloat16 if grid.dtype == "bf16" else torch.float32
-        batch = (torch.ones(1, 1, dtype=dtype), torch.ones(1, 1, dtype=dtype))
+        batch = (torch.ones(1, 1, dtype=dtype, device=DEVICE), torch.ones(1, 1, dtype=dtype, device=DEVICE))
         engine.train_batch(iter([batch] * 4))
     else:
-        engine.backward(engine(torch.ones(1)))
+        engine.backward(engine(torch.ones(1, device=DEVICE)))
         engine.step()
 
 
@@ -297,7 +298,7 @@ def _own(parameter: Any) -> int:
 def _untied(engine: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """Which numbers are those of a position that no layer uses: its gradient is zero."""
     unused = numbers(60, 3) if hasattr(engine.module, "tied_modules") else torch.tensor([-1.0])
-    return lambda master: torch.isin(master.float(), unused)
+    return lambda master: torch.isin(master.float(), unused.to(master.device))
 
 
 def _differing(now: torch.Tensor, then: torch.Tensor) -> int:

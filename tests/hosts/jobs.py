@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from cases import GLOBAL_BATCH, Model, Run, ds_config
+from devices import BACKEND, DEVICE
 
 _STATE: dict[str, Any] = {}
 
@@ -35,8 +36,8 @@ def join(timeout_s: int) -> None:
     """Once per process: join the world, all ranks at about the same time."""
     import deepspeed
 
-    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
-    deepspeed.init_distributed("gloo", verbose=False)
+    torch.distributed.init_process_group(BACKEND, timeout=datetime.timedelta(seconds=timeout_s))
+    deepspeed.init_distributed(BACKEND, verbose=False)
 
 
 def process_groups() -> int:
@@ -191,7 +192,7 @@ def batch(step: int, rank: int, dp: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(0, 13, (GLOBAL_BATCH,), generator=generator)
     labels = torch.randint(0, 13, (GLOBAL_BATCH,), generator=generator)
     share = slice(rank * GLOBAL_BATCH // dp, (rank + 1) * GLOBAL_BATCH // dp)
-    return tokens[share], labels[share]
+    return tokens[share].to(DEVICE), labels[share].to(DEVICE)
 
 
 def place(engine: Any) -> tuple[int, int]:
@@ -291,7 +292,7 @@ def load_refused(run: Run, model: Model, folder: str, **kwargs: Any) -> dict[str
             "step": outcome(engine.step),
             "save": "" if unchanged else outcome(lambda: engine.save_checkpoint(folder)),
         }
-        everywhere = torch.tensor(unchanged)
+        everywhere = torch.tensor(unchanged, device=DEVICE)
         torch.distributed.all_reduce(everywhere, torch.distributed.ReduceOp.MIN)
         if everywhere:
             _STATE["unchanged"] = asked
@@ -328,7 +329,7 @@ def contents(engine: Any) -> dict[str, Any]:
     scalars: dict[tuple[str, str], Any] = {}
 
     def put(name: str, start: int, take: slice, master: torch.Tensor, state: dict[str, Any]) -> None:
-        pieces.append((name, "fp32", start, master.detach().view(-1)[take].clone()))
+        pieces.append((name, "fp32", start, master.detach().view(-1)[take].to("cpu", copy=True)))
         for kind, value in state.items():
             if kind in ("absmax", "rms", "weight"):
                 continue
@@ -336,7 +337,7 @@ def contents(engine: Any) -> dict[str, Any]:
                 if kind in ("step", "mu_product"):
                     scalars[name, kind] = float(value)
                 else:
-                    pieces.append((name, kind, start, value.detach().view(-1)[take].clone()))
+                    pieces.append((name, kind, start, value.detach().view(-1)[take].to("cpu", copy=True)))
             else:
                 scalars[name, kind] = (
                     float(value) if torch.is_tensor(value) or isinstance(value, int | float) else value
@@ -408,12 +409,12 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
     for name, value in engine.module.state_dict(keep_vars=True).items():
         whole = value.detach()
         if getattr(value, "ds_numel", 0) and value.ds_status.name != "AVAILABLE":
-            group = value.ds_process_group
-            parts = [torch.empty_like(value.ds_tensor) for _ in range(torch.distributed.get_world_size(group=group))]
-            torch.distributed.all_gather(parts, value.ds_tensor.detach(), group=group)
+            group, own = value.ds_process_group, value.ds_tensor.detach().to(DEVICE)
+            parts = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size(group=group))]
+            torch.distributed.all_gather(parts, own, group=group)
             whole = torch.cat([part.view(-1) for part in parts])[: value.ds_numel].view(value.ds_shape)
         if whole.numel():
-            found[name] = whole.clone()
+            found[name] = whole.to("cpu", copy=True)
     return found
 
 

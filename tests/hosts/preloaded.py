@@ -8,7 +8,11 @@ from __future__ import annotations
 import gc
 import os
 
-os.environ.update(OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", GLOO_SOCKET_IFNAME="lo")
+from devices import DEVICE
+
+os.environ.update(
+    OMP_NUM_THREADS="1", DS_ACCELERATOR=DEVICE, GLOO_SOCKET_IFNAME="lo", PYTORCH_NVML_BASED_CUDA_CHECK="1"
+)
 
 import accelerate.utils  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # is imported by the first engine, with torch._inductor

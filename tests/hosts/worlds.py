@@ -16,6 +16,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from devices import environment
 from ports import free_port
 
 START_TIMEOUT_S = 300.0
@@ -144,15 +145,10 @@ class Worlds:
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(environment(rank, size, port))
     import jobs
+    import torch
+    from torch.utils import _pytree
 
     jobs.load_frameworks()  # is done already, but where the server could not import everything
     pipe.send("ready")
@@ -165,7 +161,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) ->
             return
         try:
             module, _, name = job.rpartition(".")
-            answer = (True, getattr(importlib.import_module(module or "jobs"), name)(**kwargs), "")
+            made = getattr(importlib.import_module(module or "jobs"), name)(**kwargs)
+            answer = (True, _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, made), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
         pipe.send((*answer, jobs.process_groups()))

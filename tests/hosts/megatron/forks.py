@@ -27,6 +27,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from devices import DEVICE, environment
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -62,6 +63,7 @@ class Release:
             "GLOO_SOCKET_IFNAME": "lo",
             "NO_VCS_VERSION": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # any other check keeps forks from the device
         }
         self._log = scratch / "server.log"
         with self._log.open("w", encoding="utf-8") as log:
@@ -145,7 +147,8 @@ def _import() -> None:
     torch.set_num_threads(1)
     from cuda_stand_in import imported, stand_in
 
-    stand_in()
+    if DEVICE == "cpu":
+        stand_in()
     names = ["optimizer", "optimizer.distrib_optimizer", "optimizer_param_scheduler", "tensor_parallel"]
     for name in names:
         importlib.import_module(f"megatron.core.{name}")
@@ -198,6 +201,7 @@ def _serve(job: dict[str, Any]) -> None:
 def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     """One rank of a job: never returns."""
     import torch
+    from torch.utils import _pytree
 
     _die_with_parent()
     os.setpgid(0, 0)
@@ -205,18 +209,12 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(job["ranks"]),
-        LOCAL_WORLD_SIZE=str(job["ranks"]),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-    )
+    os.environ.update(environment(rank, job["ranks"], port))
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, force=True)
     try:
         module, _, name = job["function"].partition(":")
-        answer = getattr(importlib.import_module(module), name)(**job["arguments"])
+        made = getattr(importlib.import_module(module), name)(**job["arguments"])
+        answer = _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, made)
     except BaseException as error:
         faults = [vars_of(fault) for fault in getattr(error, "faults", ())]
         answer = {

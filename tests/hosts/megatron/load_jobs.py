@@ -77,7 +77,7 @@ def wrong(models: Any, optimizer: Any) -> list[str]:
         real = torch.ones_like(index, dtype=torch.bool)
         if "word_embeddings" in key or key.startswith("output_layer"):
             real = index < VOCABULARY * width
-        same = held.detach().reshape(-1) == value(key, index, kind).to(held.dtype)
+        same = held.detach().reshape(-1).cpu() == value(key, index, kind).to(held.dtype)
         if not bool(same[real].all()):
             found.append(f"{what} {key}: {int((~same & real).sum())} of {held.numel()}")
 

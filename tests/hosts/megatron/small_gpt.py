@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import BACKEND, DEVICE
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 VOCABULARY = 50
@@ -20,7 +21,7 @@ GROUP_KEYS = ("lr", "weight_decay", "betas", "eps", "max_lr", "min_lr", "wd_mult
 MODEL = (
     "--num-layers 2 --hidden-size 16 --num-attention-heads 2 --ffn-hidden-size 32 --seq-length 8"
     " --max-position-embeddings 8 --tokenizer-type NullTokenizer --vocab-size 63 --make-vocab-size-divisible-by 64"
-    " --transformer-impl local --distributed-backend gloo --num-workers 0 --no-masked-softmax-fusion"
+    f" --transformer-impl local --distributed-backend {BACKEND} --num-workers 0 --no-masked-softmax-fusion"
     " --no-bias-gelu-fusion --no-bias-swiglu-fusion --no-bias-dropout-fusion --no-persist-layer-norm"
     " --no-gradient-accumulation-fusion --hidden-dropout 0.0 --attention-dropout 0.0"
     " --eval-iters 0 --eval-interval 1000 --log-interval 1 --seed 7"
@@ -251,10 +252,11 @@ def _forward(record: Record, iterator: Any, model: Any) -> Any:
     record.samples += batch["index"].tolist()
     positions = torch.arange(SEQUENCE).expand(len(batch["tokens"]), -1)
     mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
-    losses = model(batch["tokens"], positions, mask, labels=batch["labels"])
+    words, labels = batch["tokens"].to(DEVICE), batch["labels"].to(DEVICE)
+    losses = model(words, positions.to(DEVICE), mask.to(DEVICE), labels=labels)
 
     def loss(output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-        total, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int)
+        total, count = output.float().sum(), torch.tensor(output.numel(), dtype=torch.int, device=DEVICE)
         return total, count, {"lm loss": torch.stack([total.detach(), count.float()])}
 
     return losses, loss
