@@ -116,9 +116,10 @@ def test_the_demo_names_the_rank_that_fails(tmp_path: Path) -> None:
     """A rank that raises ends the demo with the end of its log, and no process is left."""
     from gpt_demo.ranks import RankFailed, run_ranks
 
+    before = multiprocessing.active_children()
     with pytest.raises(RankFailed, match=r"(?s)rank [01] ended with status 1; .*no attribute 'no_such_job'"):
         run_ranks("no_such_job", 2, tmp_path / "run", lambda step, loss: None)
-    assert multiprocessing.active_children() == []
+    assert set(multiprocessing.active_children()) <= set(before)
 
 
 def _held(folder: Path, name: str, **changes: object) -> object:

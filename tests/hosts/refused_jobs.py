@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from cases import Model, Run
 from jobs import build, train
+from logs import heard
 
 
 def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple[str, str]:
@@ -26,11 +27,12 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
     else:
         optimizer.__class__ = type(switch, (type(optimizer),), {})
     original = functools.wraps(type(engine).load_checkpoint)(lambda *args, **kwargs: ("original", ""))
-    try:
-        Seam("ds_reshard.hosts.deepspeed.load:load_checkpoint")(original)(engine, folder)
-    except ds_reshard.ReshardError as error:
-        return type(error).__name__, str(error)
-    return "original", ""
+    with heard() as lines:
+        try:
+            Seam("ds_reshard.hosts.deepspeed.load:load_checkpoint")(original)(engine, folder)
+        except ds_reshard.ReshardError as error:
+            return type(error).__name__, str(error)
+    return "original", " ".join(lines)
 
 
 def _quantize(engine: Any) -> None:

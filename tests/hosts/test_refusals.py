@@ -5,11 +5,13 @@ The engines are real; the feature is switched on in them by hand (synthetic: non
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from gathered import assert_same
 from saves import Saves
@@ -51,6 +53,38 @@ def test_an_unsupported_feature_on_its_own_layout_is_deepspeeds(worlds: Any, sav
         "refused_jobs.load_with_feature", run=run, model=MODEL, folder=str(folder), switch=FEATURES[feature]
     )
     assert {error for error, _ in told} == {"original"}
+    assert ("begin anew" in told[0][1]) is (feature == "ZenFlow") and not told[1][1]
+
+
+def test_moments_of_superoffload_are_in_no_file(worlds: Any, saves: Saves) -> None:
+    """DeepSpeed loads masters alone: refused where moments are asked for, under an unchanged layout too."""
+    folder, _ = saves(Run(3, 2), MODEL)
+    given = {"model": MODEL, "folder": str(folder), "switch": FEATURES["SuperOffload"]}
+    told = worlds[2].run("refused_jobs.load_with_feature", run=Run(3, 2), **given)
+    assert {error for error, _ in told} == {"UnsupportedLayout"}
+    assert "super_offload" in told[0][1] and "--load-masters-only" in told[0][1]
+    masters = Run(3, 2, config={"ds_reshard": {"resume": {"optimizer": "masters"}}})
+    assert worlds[2].run("refused_jobs.load_with_feature", run=masters, **given) == [("original", "")] * 2
+
+
+def test_masters_of_zenflow_are_behind_the_weights(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """Only a load with ZenFlow can take them; the weights can be had. Synthetic: the saved config names it."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    folder = Path(shutil.copytree(folder, tmp_path / "ckpt"))
+    for path in folder.glob("*/mp_rank_*"):
+        states = torch.load(path, weights_only=False)
+        states["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
+        torch.save(states, path)
+    for run in (Run(3, 3), Run(2, 2)):
+        for told in worlds[run.dp].run("load_refused", run=run, model=MODEL, folder=str(folder)):
+            assert (told["error"], told["unchanged"]) == ("UnsupportedLayout", True) and "ZenFlow" in told["text"], told
+    weights = {"load_optimizer_states": False}
+    loaded = worlds[3].run("load", run=Run(3, 3), model=MODEL, folder=str(folder), arguments=weights)
+    assert all(torch.equal(loaded[0]["weights"][name], held) for name, held in saved[0]["weights"].items())
+    for to, given in (("universal", {}), ("safetensors", {"dtype": "float32"})):
+        with pytest.raises(UnsupportedLayout, match="under ZenFlow"):
+            convert(str(folder), str(tmp_path / "out"), to=to, **given)
+    convert(str(folder), str(tmp_path / "out"), to="safetensors")
 
 
 def test_a_pending_decoupled_save_is_committed_first(worlds: Any, saves: Saves) -> None:

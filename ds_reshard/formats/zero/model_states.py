@@ -74,9 +74,18 @@ class ModelStates:
         fragments = [(name, part.dtype) for name, part in self.frozen_fragments.items() if name in self.module]
         return frozenset(name for name, dtype in fragments if dtype in _SMALL and self.module[name].dtype is not dtype)
 
+    @property
+    def lagging(self) -> bool:
+        """Whether masters lag behind the weights: ZenFlow steps the columns that it selects in the weights alone.
+
+        The masters follow at its next selection (`sync_fp32_param_from_gpu`, runtime/zenflow, 0.19.8).
+        """
+        return section(self.config, "zero_optimization").get("zenflow") is not None
+
 
 _SMALL = (ElementType.INT8, ElementType.UINT8)
 QUANTIZED = "was saved quantized, and the scales that belong to it are in no file"
+LAGGING = "was saved under ZenFlow: masters lag behind the weights that it steps alone, whose moments are in no file"
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:

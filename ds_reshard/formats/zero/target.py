@@ -29,7 +29,7 @@ from ds_reshard.formats.zero.layout import (
     sub_group_numel,
     whole,
 )
-from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates, section
+from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
@@ -529,6 +529,8 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         yield from _left_out(checkpoint.universal)
     for name in sorted(checkpoint.model.quantized):
         yield UnsupportedLayout.fault(name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
+    if checkpoint.model.lagging:
+        yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
     said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
     partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
     if checkpoint.kind == "zero" and not said and any(any(partition.alignment or ()) for partition in partitions):

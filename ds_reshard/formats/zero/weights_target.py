@@ -9,7 +9,7 @@ from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
-from ds_reshard.formats.zero.model_states import QUANTIZED
+from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
 from ds_reshard.formats.zero.target import first_names, whole_tensors
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
@@ -91,6 +91,9 @@ def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, P
         what = "its fp32 masters name no parameter (ZeRO stage 0), and its 16-bit weights are not them"
         mend = "leave out --dtype: the weights as they were trained"
         faults.append(UnsupportedLayout.fault(checkpoint.listing.folder, what, mend=mend))
+    if dtype == "float32" and model.lagging:
+        mend = "leave out --dtype: the weights as they were trained"
+        faults.append(UnsupportedLayout.fault(checkpoint.listing.folder, LAGGING, mend=mend))
     raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
     found = {}
     for name, tensor in made.items():

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,7 @@ from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
@@ -427,8 +429,9 @@ def leave_to_deepspeed(
     asked = mine.settings.always or mine.settings.prove or engine.load_universal_checkpoint()
     always = (asked or is_url(request.load_dir)) and checkpoint.stage != 0
     leave = same and (bool(mine.features) or not (always or partial))
-    if leave and request.load_optimizer and not request.moments:
+    if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
+    faults += _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
     if leave and is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
     if leave and not faults:
@@ -440,7 +443,24 @@ def leave_to_deepspeed(
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     if leave and checkpoint.stages:
         left_as_built(engine, mine.grid)
+    if leave and request.load_optimizer and "ZenFlow" in mine.features and rank() == 0:
+        logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
     return leave
+
+
+def _unsaved(mine: Considered, checkpoint: ZeroCheckpoint, request: Request) -> Iterator[Fault]:
+    """What DeepSpeed keeps beside the optimizer, and neither saves nor loads.
+
+    SuperOffload has its moments in another process (`SuperOffloadCPUOptimizer`, runtime/superoffload, 0.19.8).
+    """
+    if "SuperOffload" in mine.features and request.moments:
+        where = "zero_optimization.offload_optimizer.super_offload"
+        what = "keeps its moments in another process, and DeepSpeed neither saves nor loads them: they would begin anew"
+        mend = "--load-masters-only, for what there is; to keep moments, train without it"
+        yield UnsupportedLayout.fault(where, what, "false", "true", mend=mend)
+    if checkpoint.model.lagging and "ZenFlow" not in mine.features:
+        mend = "resume with ZenFlow and the layout that was saved, or pass load_optimizer_states=False"
+        yield UnsupportedLayout.fault(checkpoint.listing.folder, LAGGING, mend=mend)
 
 
 def _overlooked(engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint) -> bool:
