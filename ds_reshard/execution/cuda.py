@@ -64,6 +64,9 @@ class Device(Protocol):
 
     def stream(self) -> Stream: ...
 
+    def enter(self) -> None:
+        """Have this thread work on the device; before it gives a stream anything."""
+
     def given(self) -> Event:
         """All work that the caller has given the device so far."""
 
@@ -111,6 +114,13 @@ class CudaDevice:
 
     def stream(self) -> CudaStream:
         return CudaStream(self._device)
+
+    def enter(self) -> None:
+        """Else the thread is one of GPU 0, of whose memory torch then takes half a gigabyte.
+
+        (`StreamContext.__exit__` goes back to the stream of the thread's device: torch/cuda/__init__.py, 2.13.)
+        """
+        torch.cuda.set_device(self._device)
 
     def given(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -263,7 +273,7 @@ class _Load:
         with OpenFiles(paths) as self._files:
             left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
             try:
-                with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
+                with ThreadPoolExecutor(threads, "ds-reshard", initializer=executor.device.enter) as pool:
                     for done in [pool.submit(self._carry_all, left) for _ in range(min(threads, len(work)))]:
                         done.result()
             finally:

@@ -40,6 +40,7 @@ class LateStream:
         self._given = self._done = 0
 
     def run(self, work: Callable[[], None]) -> None:
+        assert getattr(self._device.thread, "entered", False), "a thread that is one of another device"
         self._give(work)
 
     def record(self) -> LateEvent:
@@ -79,6 +80,7 @@ class LateDevice:
         self, *, memory_nbytes: int = 1 << 62, holds: Callable[[torch.Tensor], bool] = lambda tensor: True
     ) -> None:
         self.lock = threading.RLock()
+        self.thread = threading.local()
         self.left = 0
         self.failure: RuntimeError | None = None
         self.pinned_nbytes = self.scratch_nbytes = 0
@@ -103,6 +105,9 @@ class LateDevice:
 
     def stream(self) -> LateStream:
         return LateStream(self)
+
+    def enter(self) -> None:
+        self.thread.entered = True
 
     def given(self) -> LateEvent:
         return LateEvent(None, -1)
