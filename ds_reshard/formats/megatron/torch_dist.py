@@ -114,6 +114,11 @@ class TorchDist(SavedState):
         return {key: read_object(place) for key, place in objects.items() if key.startswith("rng_state/")}
 
 
+def saved_weights(folder: str) -> list[str]:
+    """The keys of the model's own tensors, in the folder of one iteration."""
+    return sorted(key for key in read_directory(folder).tensors if not _OPTIMIZER.match(key))
+
+
 def list_torch_dist(folder: str) -> SavedListing:
     return list_directory(folder, [""], read_directory, format="Megatron-LM, torch_dist", writer="Megatron-LM")
 

@@ -22,6 +22,8 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import and_
 from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +43,7 @@ from ds_reshard.errors import (
     without_secrets,
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
+from ds_reshard.formats.megatron.torch_dist import saved_weights
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.direct import MODEL, take
 from ds_reshard.hosts.megatron.group_values import (
@@ -56,7 +59,7 @@ from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, cu
 from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.operations.ranks import agree_files, attempt, of_all
+from ds_reshard.operations.ranks import agree_files, attempt, broadcast, gather, of_all, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
@@ -238,6 +241,9 @@ def load_base_checkpoint(call: Call) -> Base:
         fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
         raise error_of([fault], subject="loading by URL")
     else:
+        asked = call.arguments.get("sharded_state_dict")
+        if load is not None and load.found is not None and isinstance(asked, Mapping):
+            raise_faults(_left_behind(load, asked), subject=f"resuming from {load.where}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
             result = call()
     state, name, release, kind = result
@@ -320,6 +326,31 @@ def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: obje
     if policy.loads_moments and all(kinds) and kinds[0] != kinds[1]:
         what, mend = "is another than in the saving run", "build the optimizer that was saved, or add --no-load-optim"
         yield ModelMismatch.fault("--optimizer", what, *kinds, mend=mend)
+
+
+def _left_behind(load: Load, asked: Mapping[object, object]) -> list[Fault]:
+    """A fault for each tensor of a `torch_dist` checkpoint that no rank's model has; `--finetune` warns. Collective.
+
+    Megatron reads what is `asked` for, and drops the rest without a word: `--dist-ckpt-strictness` is
+    `assume_ok_unexpected` (core/dist_checkpointing/validation.py, 0.18.2 and 0.19.2).
+    """
+    found, _, _ = attempt(lambda: saved_weights(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
+    names = broadcast(found) or []
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    own = set[object]()
+    for one in nested_values({name: part for name, part in asked.items() if str(name).startswith("model")}):
+        parts = nested_values({0: one.build()}) if isinstance(one, ShardedTensorFactory) else [one]
+        own.update(getattr(part, "key", None) for part in parts)
+    without = sum(1 << number for number, name in enumerate(names) if name not in own)
+    left = reduce(and_, gather(without)) if names else 0
+    what, mend = "is in the checkpoint, and no rank of this run has such a tensor", MODEL
+    lost = [name for number, name in enumerate(names) if left >> number & 1]
+    if load.policy.finetune and lost:
+        load.warnings.append("; ".join(f"{name}: {what}" for name in lost))
+        return []
+    return [ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=mend) for name in lost]
 
 
 def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
