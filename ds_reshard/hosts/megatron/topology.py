@@ -34,6 +34,7 @@ _SIZES = {
     "expert_tensor_parallel_size": "tensor-parallel size of experts",
 }
 _UNTIED = "untie_embeddings_and_output_weights"
+_LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _MEGATRONS = (None, "dp_zero_gather_scatter")
 """Sharding types that are not read here, and that Megatron loads or refuses; of others it does not tell the reason."""
 _LEAST_VERSION = 3.0
@@ -58,7 +59,12 @@ class Saved:
 
     @property
     def distributed(self) -> bool:
-        return bool(self.arguments.get("use_distributed_optimizer"))
+        """Whether a distributed optimizer saved it, as the Adam beside a layer-wise Muon is, whose arguments deny it.
+
+        `validate_args` of training/arguments.py takes the flag away, and `_build_sharded_state_dict_metadata` of
+        training/checkpointing.py tells the sharding type all the same (0.18.2 and 0.19.2).
+        """
+        return bool(self.arguments.get("use_distributed_optimizer")) or self.sharding is not None
 
     @property
     def apart(self) -> bool:
@@ -138,7 +144,11 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
         return []
     told = "experts have an optimizer of their own in one of the two runs alone"
     chains = [told] * (optimizer and not saved.arguments.get("no_save_optim") and saved.apart is not apart)
-    plain = not saved.distributed and not run.get("use_distributed_optimizer")
+    layer_wise = [bool(arguments.get(_LAYER_WISE)) for arguments in (saved.arguments, run)]
+    if optimizer and layer_wise[0] is not layer_wise[1]:
+        return ["a layer-wise optimizer in one of the two runs alone"]
+    distributed = bool(run.get("use_distributed_optimizer")) or (layer_wise[1] and saved.distributed)
+    plain = not saved.distributed and not distributed
     weights = [_weights(arguments) for arguments in (saved.arguments, run)]
     masters = plain and optimizer and (weights[0] == "fp32") is not (weights[1] == "fp32")
     parted = [f"weights of {weights[0]} as saved, of {weights[1]} now"] * masters
@@ -147,7 +157,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
         return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
-    if optimizer and saved.distributed is not bool(run.get("use_distributed_optimizer")):
+    if optimizer and saved.distributed is not distributed:
         kinds = {True: "a distributed optimizer", False: "one that is not distributed"}
         found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
     if saved.sharding == "fully_reshardable":
@@ -227,7 +237,7 @@ def _buckets(arguments: Mapping[str, object]) -> object:
         return "ddp_num_buckets", arguments.get("ddp_num_buckets")
 
 
-_NOT_FILLED = ("fp8", "fp4", "use_layer_wise_distributed_optimizer")
+_NOT_FILLED = ("fp8", "fp4", _LAYER_WISE)
 _STATES_NOT_FILLED = (
     "fp16",
     "use_precision_aware_optimizer",

@@ -177,6 +177,25 @@ def test_states_that_may_be_shifted_are_looked_at() -> None:
     assert not any(may_be_shifted(_saved(form, **BUCKETS)) for form in FORMS[:2])
 
 
+LAYER_WISE = {"use_distributed_optimizer": False, "use_layer_wise_distributed_optimizer": True}
+
+
+def test_the_adam_beside_a_layer_wise_optimizer_is_a_distributed_one() -> None:
+    """Its arguments deny it, and the sharding type tells it; of a release that tells none all is Megatron's own."""
+    told = {form: replace(_saved(form), arguments={**RUN, **LAYER_WISE, **BUCKETS}) for form in FORMS[1:]}
+    assert [may_be_shifted(saved) for saved in told.values()] == [False, True]
+    for change, whose in (({}, "one"), (BUCKETS, "none"), ({**BUCKETS, "tensor_model_parallel_size": 1}, "size")):
+        why = [reasons(saved, {**RUN, **LAYER_WISE, **change}, optimizer=True) for saved in told.values()]
+        said = {"one": ["other buckets of gradients"], "none": [], "size": ["tensor-parallel size 2 as saved, 1 now"]}
+        assert why == [said[whose], []]
+    other = ["a layer-wise optimizer in one of the two runs alone"]
+    for saved in (*told.values(), _saved("plain", **LAYER_WISE)):
+        run = {**RUN, "use_distributed_optimizer": False, "tensor_model_parallel_size": 4}
+        assert reasons(saved, run, optimizer=True) == other and reasons(saved, run, optimizer=False) == []
+        layer_wise = reasons(saved, {**run, **LAYER_WISE, **BUCKETS}, optimizer=True)
+        assert bool(layer_wise) is (saved.sharding == "dp_reshardable")
+
+
 @pytest.mark.parametrize("why", [[], ["--ds-reshard-always"]])
 def test_what_is_not_read_here_is_left_to_megatron(why: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """With a warning, where it is looked at only because its states may be shifted."""
