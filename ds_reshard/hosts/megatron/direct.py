@@ -427,7 +427,9 @@ def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faul
     layout, mend = source.layout, "build the optimizer that was saved, or add --no-load-optim"
     of_run = kinds_of(optimizer)
     if of_run is None:
-        faults.append(UnsupportedLayout.fault(source.folder, "this run's optimizer is none of Adam's kind", mend=mend))
+        what = "this run's optimizer is none of Adam's kind, whose states alone are read here"
+        again = "load it as it was saved, or add --no-load-optim"
+        faults.append(UnsupportedLayout.fault(source.folder, what, mend=again))
         return ()
     names = {key.name for key in layout.placements if key.kind != WEIGHT}
     if not names:

@@ -252,7 +252,9 @@ def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: 
         held = [side for side, arguments in (("saved", saved.arguments), ("this run's", run)) if arguments.get(name)]
         if held:
             what = f"cannot be loaded with {name} ({' and '.join(held)}): {why}"
-            yield UnsupportedLayout.fault(saved.folder, what, mend=f"load it as it was saved, or without {name}")
+            mend = "load it as it was saved" if saved.arguments.get(name) else f"load it without {name}"
+            mend += ", or add --no-load-optim" if name in _STATES_NOT_FILLED else ""
+            yield UnsupportedLayout.fault(saved.folder, what, mend=mend)
     if not optimizer and run.get("load_main_params_from_ckpt"):  # of what is read here Megatron gets no weights
         what = f"cannot give masters to --load-main-params-from-ckpt, which are the cast of its weights here: {why}"
         mend = "leave out --load-main-params-from-ckpt"

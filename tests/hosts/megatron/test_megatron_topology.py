@@ -235,12 +235,14 @@ STATES_NOT_FILLED = (
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", (*MODELS_NOT_FILLED, *STATES_NOT_FILLED))
 def test_what_is_not_filled_is_refused_by_name(name: str, form: str) -> None:
-    """On either side; without the optimizer's state only what changes the weights."""
+    """On either side, and what was saved so is not mended by this run's flags; only some of it is of the weights."""
     for before, now, whose in (({name: True}, {}, "saved"), ({}, {name: True}, "this run's")):
         saved, run = _saved(form, **before), {**RUN, **now}
         (fault,) = unfillable(saved, run, "another size", optimizer=True)
         assert (fault.error, fault.where) == ("UnsupportedLayout", "here")
-        assert f"{name} ({whose}): another size" in fault.what and f"without {name}" in fault.mend
+        assert f"{name} ({whose}): another size" in fault.what
+        assert fault.mend.startswith("load it as it was saved" if before else f"load it without {name}")
+        assert ("--no-load-optim" in fault.mend) is (name in STATES_NOT_FILLED)
         assert bool(list(unfillable(saved, run, "why", optimizer=False))) is (name in MODELS_NOT_FILLED)
     assert list(unfillable(_saved(form), RUN, "why", optimizer=True)) == []
 
