@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
@@ -31,6 +32,8 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
     whole = os.path.isfile(os.path.join(folder, METADATA))
 
     def files(faults: list[Fault]) -> list[str]:
+        if not folders.is_folder(folder):  # a run begins where it will save: Megatron says that there is nothing
+            return []
         paths = [path for path in walk(folder, faults) if whole or _rank_of(path)]
         if dist.is_initialized():
             return paths

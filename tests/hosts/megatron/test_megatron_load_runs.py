@@ -94,6 +94,16 @@ def test_what_of_a_url_would_be_left_to_megatron_is_refused(stages: Any, release
     assert begun["iteration"] == 0 and "holds no checkpoint" in begun["log"]
 
 
+def test_a_run_begins_where_it_will_save(releases: Any, release: str, tmp_path: Path) -> None:
+    """As scripts are written that are started again and again: at first there is no folder, and Megatron begins."""
+    job = f"--lr 3e-4 --micro-batch-size 1 --global-batch-size 4 --train-iters 2 --load {tmp_path}/run {OVERRIDE}"
+    for iteration in (0, 2):
+        arguments = f"{job} --save {tmp_path}/run --save-interval 2".split()
+        told = releases[release].run("small_gpt:pretrain", ranks=2, arguments=arguments)
+        assert [one["iteration"] for one in told] == [iteration] * 2
+        assert ("holds no checkpoint" in told[0]["log"]) is (iteration == 0)
+
+
 def _url(folder: Path) -> Path:
     """Of a folder; a string, for which the stages take a path."""
     return cast(Path, f"file://{folder}")
