@@ -71,9 +71,10 @@ def convert_listing(
     sizes = _sizes(target)
     raise_faults(_unnamed(target), subject=f"converting {source.folder}")
     refuse_places(path, out, sum(sizes.values()))
+    told = 3 if is_url(path) else 2  # the number of a file on a disk may be another when that is mounted again
     what = {
         "ds_reshard": VERSION,
-        "source": {name: list(before.get(name, ())[:2]) for name in sorted(source.files)},
+        "source": {name: list(before.get(name, ())[:told]) for name in sorted(source.files)},
         "tag": found.listing.tag,
         **asdict(asked),
         **({"rules": repr(rules_given())} if rules_given() else {}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -12,14 +13,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from nanotron_builder import Run as Nanotron
 from nanotron_builder import write as write_nanotron
+from safetensors.torch import save_file
 from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
@@ -142,6 +146,29 @@ def test_what_is_interrupted_is_refused_by_readers_and_gone_on_with(
         assert stored(bucket) == expected, ends
         assert inspect(OUT).faults == ()
         assert not [name for name in bucket.find("/") if not name.startswith("/bucket/out/")]
+
+
+@pytest.mark.parametrize("ends", [0, None], ids=["interrupted", "finished"])
+def test_a_source_that_has_changed_since_is_not_gone_on_with(
+    tmp_path: Path, bucket: MemoryFileSystem, ends: int | None
+) -> None:
+    """A save of the same size at the same URL; safetensors has no checksums: nothing else would tell."""
+    for name in ("first", "second"):
+        values = {f"w{number}": torch.full((100, 100), float(len(name) + number)) for number in range(20)}
+        save_file(values, tmp_path / f"{name}.safetensors")
+    out, options = str(tmp_path / "out"), Options(threads=1, processes=1)
+
+    def progress(done: int, total: int) -> None:
+        if ends is not None and done > total // 2:
+            raise KeyboardInterrupt
+
+    bucket.put(str(tmp_path / "first.safetensors"), "/bucket/run/model.safetensors")
+    with pytest.raises(KeyboardInterrupt) if ends is not None else contextlib.nullcontext():
+        convert("memory://bucket/run", out, to="dcp", dp=8, options=options, progress=progress)
+    bucket.put(str(tmp_path / "second.safetensors"), "/bucket/run/model.safetensors")
+    says = "of files that have changed since" if ends is not None else "is there already"
+    with pytest.raises(ConfigError, match=says):
+        convert("memory://bucket/run", out, to="dcp", dp=8, options=replace(options, resume=True))
 
 
 def test_what_is_interrupted_while_it_is_begun_anew_is_gone_on_with(
