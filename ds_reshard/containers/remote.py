@@ -162,6 +162,8 @@ class Object:
         self._begin, self._stop = (0, self.nbytes) if part is None else (part[0], min(self.nbytes, sum(part)))
         self._version = found.version
         self._store, self._path = _store(url)
+        # Its files read 5 MiB behind each range, too: fsspec 2026.9 spec.py, AbstractFileSystem.cat_file
+        self._unbuffered = {"cache_type": "none"} if self._store.protocol == "hf" else {}
 
     def read(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop), fewer where the file ends before; small ranges are kept. Raises OSError."""
@@ -197,7 +199,7 @@ class Object:
         if kept is not None:
             return kept
         with _os_errors():
-            data = bytes(self._store.cat_file(self._path, start=start, end=stop))
+            data = bytes(self._store.cat_file(self._path, start=start, end=stop, **self._unbuffered))
         with _LOCK:
             _COUNTED["requests"] += 1
             _COUNTED["nbytes"] += len(data)
