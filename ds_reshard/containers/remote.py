@@ -397,7 +397,7 @@ def below(url: str) -> dict[str, Status]:
     store, path = _store(url)
     found: dict[str, dict[str, object]] = {}
     with _os_errors(), contextlib.suppress(FileNotFoundError):
-        found = store.find(path, detail=True)
+        found = store.find(path, detail=True, **({"refresh": True} if _takes(store, "find", "refresh") else {}))
     folder = f"{store._strip_protocol(path).rstrip('/')}/"
     if strange := [name for name in found if not f"{name}/".startswith(folder)]:
         raise OSError(errno.EIO, f"its store lists what does not lie there: {strange[0]}")

@@ -15,7 +15,8 @@ import pytest
 from zero_builder import Built, write
 
 from ds_reshard.containers import remote
-from ds_reshard.operations import convert, diff
+from ds_reshard.errors import CheckpointDamaged
+from ds_reshard.operations import convert, diff, fingerprint
 
 constants = pytest.importorskip("huggingface_hub.constants", reason="the test extra has huggingface_hub")
 URL = "hf://user/repo/run"
@@ -110,3 +111,26 @@ def test_nothing_is_fetched_that_nobody_wants(hub: Hub, tmp_path: Path) -> None:
     assert convert(URL, str(tmp_path / "out"), to="zero3", dp=3).complete
     assert diff(str(tmp_path / "out"), str(folder)).equal
     assert hub.nbytes_sent < 1.05 * sum(map(len, hub.files.values()))
+
+
+@pytest.mark.parametrize("tool", ["convert", "fingerprint"])
+def test_a_file_in_a_folder_below_that_changes_is_named(hub: Hub, tmp_path: Path, tool: str) -> None:
+    """Each file is read at once, all checksums are right: some parameters would be of one save, some of another."""
+    for name, seed in (("first", 5), ("second", 6)):
+        convert(str(saved(tmp_path / f"zero {name}", seed, width=30)), str(tmp_path / name), to="universal")
+    hub.put(tmp_path / "first")
+    asked: list[str] = []
+
+    def another_save(path: str) -> None:
+        asked.extend([path] * ("/zero/" in path))
+        if len(asked) == 6:
+            hub.put(tmp_path / "second" / "global_step3" / "zero", "run/global_step3/zero")
+
+    hub.before = another_save
+    what = r"zero/p\d/\w+.pt: has changed while it was read"
+    if tool == "convert":
+        with pytest.raises(CheckpointDamaged, match=what):
+            convert(URL, str(tmp_path / "out"), to="zero3", dp=3)
+        assert not (tmp_path / "out").exists()
+    else:
+        assert re.search(what, "\n".join(f"{fault.where}: {fault.what}" for fault in fingerprint(URL).faults))
