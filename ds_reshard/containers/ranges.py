@@ -38,6 +38,13 @@ class Ranges:
         self._of_file: dict[File, list[tuple[int, int]]] = {}
         self._nbytes = 0
 
+    def forget(self, whether: Callable[[File], bool]) -> None:
+        """Give up what is kept of such files."""
+        with self._lock:
+            for file in [file for file in self._of_file if whether(file)]:
+                for span in self._of_file.pop(file):
+                    self._nbytes -= len(self._kept.pop((file, *span)))
+
     def after_fork(self) -> None:
         """Nothing is coming in a copy of the process: the threads that fetch are not in it."""
         self._coming: dict[Key, threading.Event] = {}

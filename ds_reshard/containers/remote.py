@@ -145,7 +145,12 @@ def forget(url: str) -> None:
     for listed in (_LISTED, _TREES):
         for known in [one for one in listed if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/")]:
             listed.pop(known, None)
-    _AHEAD.forget(lambda place: str(place[0]).startswith(f"{url}/"))  # type: ignore[index]
+
+    def lies_there(place: object) -> bool:
+        return isinstance(place, tuple) and str(place[0]).startswith(f"{url}/")
+
+    _AHEAD.forget(lies_there)
+    _RANGES.forget(lies_there)  # not every store tells a file from a later one
 
 
 class Object:
@@ -195,7 +200,7 @@ class Object:
 
     def fetch(self, start: int, stop: int) -> bytes:
         """The bytes [start, stop), asked for where they are not kept. Raises OSError."""
-        kept = _RANGES.find((self._path, self._version), start, min(stop, self.nbytes))
+        kept = _RANGES.find((self._place[0], self._version), start, min(stop, self.nbytes))
         if kept is not None:
             return kept
         with _os_errors():
@@ -232,7 +237,7 @@ class Object:
         return self._place
 
     def _kept(self, start: int, stop: int) -> bytes:
-        return _RANGES.get(((self._path, self._version), start, stop), lambda: self.fetch(start, stop))
+        return _RANGES.get(((self._place[0], self._version), start, stop), lambda: self.fetch(start, stop))
 
 
 _Place = tuple[str, Part | None]
@@ -347,7 +352,7 @@ def _status(told: dict[str, object]) -> Status:
     return Status(int(str(told["size"])), version)
 
 
-_VERSIONS = ("ETag", "etag", "generation", "blob_id", "LastModified", "mtime", "created")
+_VERSIONS = ("ETag", "etag", "generation", "blob_id", "sha", "LastModified", "mtime", "modificationTime", "created")
 """What a file system may tell of a file that another of its name has otherwise; the surest first."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -163,11 +164,23 @@ def test_of_what_lies_between_little_is_read_along(gaps: list[int], near: int) -
     assert executor._near(numpy.array(gaps, dtype=numpy.int64), 10 << 20) == near
 
 
-@pytest.mark.parametrize("told", ["ETag", "generation", "blob_id", "LastModified", "mtime"])
+@pytest.mark.parametrize("told", ["ETag", "generation", "blob_id", "sha", "LastModified", "mtime", "modificationTime"])
 def test_a_store_tells_a_file_from_a_later_one(told: str) -> None:
-    """By what S3, Google's store, a hub and a local disk say of a file."""
+    """By what S3, Google's store, hubs, a local disk and HDFS say of a file."""
     first, again, later = (remote._status({"size": 1, told: value}) for value in ("1", "1", "2"))
     assert first == again != later
+
+
+def test_what_was_read_before_is_not_believed_where_a_store_tells_nothing(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file that names the tag has as many bytes as before: a process that looks twice would load the older one."""
+    monkeypatch.setattr(remote, "_VERSIONS", ())
+    run = shutil.copytree(shards, tmp_path / "run")
+    assert inspect(f"far://{run}").tag == "global_step3"
+    (run / "global_step3").rename(run / "global_step4")
+    (run / "latest").write_text("global_step4")
+    assert inspect(f"far://{run}").tag == "global_step4"
 
 
 @pytest.mark.parametrize("answers", ["all of the file", "less"])
