@@ -21,12 +21,11 @@ import torch
 
 from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import read_into
-from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering
-from ds_reshard.execution.threads import OpenFiles, ThreadExecutor, changed_faults
+from ds_reshard.execution.threads import OpenFiles, Seen, ThreadExecutor
 from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Plan
 
@@ -236,9 +235,9 @@ class CudaExecutor:
         runs = [copy for runs in Copies.of(plan.copies).runs() for copy in runs]
         copies = [copy for copy in runs if copy.buffer in tensors and copy.numel]
         if copies:
+            before = Seen({copy.record for copy in copies})
             _Load(self, outcome, tensors).run(copies)
-            remote = {copy.record.path for copy in copies if is_url(copy.record.path)}
-            outcome.faults += changed_faults(remote) if remote else []
+            outcome.faults += before.changed_faults()
         others = tuple(copy for copy in runs if copy.buffer not in tensors)
         outcome.add(self.host.execute(replace(plan, copies=others, fills=()), targets))
         return outcome

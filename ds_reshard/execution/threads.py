@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,6 +14,7 @@ import numpy
 from numpy.typing import NDArray
 
 from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.folders import Identity, identity
 from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
 from ds_reshard.containers.remote import changed, is_url
@@ -95,8 +97,9 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        paths = {record.path for record in Copies.of(plan.copies).records} | {one.record.path for one in plan.checks}
-        remote = {path for path in paths if is_url(path)}
+        records = {*Copies.of(plan.copies).records, *(one.record for one in plan.checks)}
+        remote = {record.path for record in records if is_url(record.path)}
+        before = Seen(() if self._looks else records)
         room = self.memory_nbytes // (2 * self.chunk_nbytes)  # what was asked for is in memory twice
         threads = max(self.threads, min(AT_ONCE // 2, room)) if remote else self.threads
         with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
@@ -114,7 +117,7 @@ class ThreadExecutor:
                         wait(jobs)
                 for done in jobs:
                     done.result()
-        outcome.faults += changed_faults(remote) if remote and not self._looks else []
+        outcome.faults += before.changed_faults()
         return outcome
 
     def _batches(self, plan: Plan, *, remote: bool) -> Iterator[list[_Batch]]:
@@ -154,14 +157,30 @@ class ThreadExecutor:
         return max(_BETWEEN_NBYTES, int(gaps[fitting - 1]) if fitting else 0)
 
 
-def changed_faults(urls: Iterable[str]) -> list[Fault]:
-    """A fault for each file of a store that another has taken the place of since it was listed."""
-    try:
-        found = changed(urls)
-    except OSError as error:
-        return [read_failed(next(iter(urls)), error)]
-    mend = "let the save end, then try again"
-    return [CheckpointDamaged.fault(url, "has changed while it was read", mend=mend) for url in found]
+class Seen:
+    """Files before they are read: those of a store, as they were listed, and those whose bytes no checksum proves."""
+
+    def __init__(self, records: Collection[Record]) -> None:
+        self._urls = {record.path for record in records if is_url(record.path)}
+        unproved = {record.path for record in records if record.crc32 is None} - self._urls
+        self._here = {path: _identity(path) for path in sorted(unproved)}
+
+    def changed_faults(self) -> list[Fault]:
+        """A fault for each file that was written to since, or that another has taken the place of."""
+        found = [path for path, seen in self._here.items() if _identity(path) not in (seen, None)]
+        try:
+            found += changed(self._urls) if self._urls else []
+        except OSError as error:
+            return [read_failed(min(self._urls), error)]
+        mend = "let the save end, then try again"
+        return [CheckpointDamaged.fault(path, "has changed while it was read", mend=mend) for path in found]
+
+
+def _identity(path: str) -> Identity | None:
+    """None where there is no such file: whoever opens it is told."""
+    with contextlib.suppress(OSError):
+        return identity(path)
+    return None
 
 
 @dataclass(slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 
@@ -89,6 +90,35 @@ def long_copy(tmp_path, numel):
 def loaded(plan, target, *, memory_nbytes=16 << 10, threads=2, device=None, saw=None, **given):
     host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True, saw=saw)
     return CudaExecutor(host, device or LateDevice(), **given).execute(plan, {"a": target})
+
+
+@pytest.mark.parametrize("how", ["written to", "taken the place of", "removed"])
+@pytest.mark.parametrize("there", [True, False], ids=["device", "host"])
+def test_a_file_without_checksums_that_changes_is_a_fault(tmp_path, monkeypatch, there, how):
+    """As of safetensors: some bytes would be of another save. What is only removed was open, and is read whole."""
+    saved, record = saved_floats(tmp_path, 40_000)
+    record = record._replace(crc32=None)
+    preadv, calls = os.preadv, []
+
+    def changing(*given):
+        calls.append(given)
+        if len(calls) == 2 and how == "written to":
+            with open(record.path, "r+b") as file:
+                file.write(bytes(100))
+        if len(calls) == 2 and how == "taken the place of":
+            os.rename(write_record(str(tmp_path), "other", b"0").path, record.path)
+        if len(calls) == 2 and how == "removed":
+            os.unlink(record.path)
+        return preadv(*given)
+
+    monkeypatch.setattr(os, "preadv", changing)
+    plan, target = Plan(copies=(copy(record, 0, 40_000, 0),)), TensorTarget(torch.zeros(40_000))
+    host = ThreadExecutor(threads=1, memory_nbytes=16 << 10, checksum=True)
+    outcome = (CudaExecutor(host, LateDevice()) if there else host).execute(plan, {"a": target})
+    assert len(calls) > 2
+    expected = [] if how == "removed" else ["has changed while it was read"]
+    assert [fault.what for fault in outcome.faults] == expected
+    assert how != "removed" or torch.equal(target.tensor, saved)
 
 
 def test_pinned_and_scratch_memory_stay_within_the_budget(tmp_path):
