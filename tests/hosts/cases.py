@@ -33,11 +33,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Model:
-    """What is trained; every field changes what has to be carried over."""
+    """What is trained; every field changes what has to be carried over. What is frozen may have a second name."""
 
     optimizer: str = "adamw"
     groups: int = 1
     frozen: bool = False
+    renamed: bool = False
     batchnorm: bool = False
     tied: bool = False
     empty: bool = False

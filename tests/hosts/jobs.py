@@ -88,9 +88,8 @@ class Net(torch.nn.Module):
             return
         self.embed = torch.nn.Embedding(13, 7)
         if model.frozen:
-            self.tower = torch.nn.Linear(7, 13, bias=True)
-            for p in self.tower.parameters():
-                p.requires_grad = False
+            self.tower = torch.nn.Linear(7, 13, bias=True).requires_grad_(False)
+            self.towers = torch.nn.ParameterList([self.tower.weight] if model.renamed else [])
         self.first = torch.nn.Linear(7, 11)
         if model.batchnorm:
             self.norm = torch.nn.BatchNorm1d(11, affine=False)

@@ -156,16 +156,21 @@ def _model_states(path: str, top: Mapping[str, object]) -> ModelStates:
         faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
     raise_faults(faults, subject="reading a checkpoint")
     assert isinstance(module, dict)
+    shared = {str(k): text_of(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()}
+    tensors = {name: value for name, value in module.items() if isinstance(value, TensorRecord)}
+    # exclude_frozen_parameters leaves out a frozen weight by its first name alone (`module_state_dict` in
+    # runtime/engine.py, 0.19.8): at stage 3 its second name stands for something that is in no file.
+    left = {name for name, value in tensors.items() if not value.numel and shared.get(name, name) not in module}
     return ModelStates(
         path=path,
         entries=top,
-        module={name: value for name, value in module.items() if isinstance(value, TensorRecord)},
+        module={name: value for name, value in tensors.items() if name not in left},
         objects={name: value for name, value in module.items() if not isinstance(value, TensorRecord)},
         buffer_names=frozenset(_texts(path, top.get("buffer_names") or ())),
         param_shapes=_groups(path, top.get("param_shapes")),
         frozen_shapes=_shapes(path, "frozen_param_shapes", top.get("frozen_param_shapes") or {}),
         frozen_fragments=_tensors(path, top.get("frozen_param_fragments") or {}),
-        shared={str(k): text_of(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()},
+        shared=shared,
         dp=positive(path, "dp_world_size", top["dp_world_size"]),
         version=text_of(top.get("ds_version", "unknown")),
     )

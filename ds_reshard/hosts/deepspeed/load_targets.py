@@ -283,10 +283,11 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
             if source in checkpoint.layout and placement.numel:
                 into.existing(placement, source, flat)
     trained = {name for buffer in live.buffers for name in buffer.shapes}
+    names = {id(tensor): own_names for own_names, tensor in entries_of(wants.state)}
     for param, name in engine.param_names.items():
         if name in trained or not hasattr(param, "ds_tensor") or not param.ds_numel:
             continue
-        key = next((k for k in _weight_keys(name) if k in checkpoint.layout), None)
+        key = next((k for n in names.get(id(param), [name]) for k in _weight_keys(n) if k in checkpoint.layout), None)
         if key is not None:
             part = param.ds_tensor
             whole_numbers = not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(
