@@ -67,6 +67,25 @@ def test_deepspeed_itself_loads_what_was_converted(worlds: Any, saves: Saves, tm
         assert loaded[0]["later"] == direct[0]["later"]
 
 
+@pytest.mark.parametrize("renamed", [False, True], ids=["one name", "two names"])
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 2), Run(3, 1)), (Run(3, 2), Run(2, 1)), (Run(1, 2), Run(2, 2))])
+def test_frozen_parameters_that_were_left_out(
+    worlds: Any, tmp_path: Path, source: Run, target: Run, renamed: bool
+) -> None:
+    """`exclude_frozen_parameters`, as the Trainer saves with PEFT: what lists any of them must list all of them."""
+    model = Model(frozen=True, renamed=renamed)
+    given: dict[str, Any] = {"save_options": {"exclude_frozen_parameters": True}}
+    saved = worlds[2].run("save", run=source, model=model, folder=str(tmp_path / "saved"), **given)
+    out = _converted(str(tmp_path / "saved"), tmp_path / "out", FORMATS[target.stage], target.dp)
+    given = {"hooks": False, "arguments": {"load_module_strict": False}}
+    loaded = worlds[target.dp].run("load", run=target, model=model, folder=str(out), **given)
+    for rank in (*saved, *loaded):
+        rank["weights"] = {name: rank["weights"][name] for name in rank["weights"] if name.startswith("first")}
+    assert_same(saved, loaded)
+    for to, name in (("safetensors", "plain"), ("dcp", "dcp")):
+        assert convert(str(tmp_path / "saved"), str(tmp_path / name), to=to).complete
+
+
 UNIVERSAL = (
     (Run(2, 4, options={"round_robin_gradients": True}), Run(1, 3), Model(groups=2, tied=True)),
     (Run(3, 2, options={"sub_group_size": 60}), Run(2, 1), Model(groups=2)),

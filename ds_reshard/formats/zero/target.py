@@ -337,7 +337,8 @@ class ModelTarget:
             fragments[name] = (
                 new_tensor(f"frozen/{name}", (chunk_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
             )
-        keeps_frozen = self.stage >= 2
+        # None where the save left frozen parameters out: where DeepSpeed finds some, it wants all (engine.py, 0.19.8).
+        keeps_frozen = self.stage >= 2 and bool(frozen)
         changed = {
             "module": module,
             "param_shapes": [
@@ -414,13 +415,14 @@ def _weight(key: TensorKey) -> str:
 
 
 def first_names(model: ModelStates) -> dict[str, str]:
-    """The first name of each of the module's tensors: tied ones are saved as one view of one storage."""
+    """The first name of each of the module's tensors that was saved: tied ones are saved as one view of one storage."""
     seen: dict[tuple[object, ...], str] = {}
     names = {}
     for name, tensor in model.module.items():
         place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
         first = seen.setdefault(place, name) if tensor.numel else name
-        names[name] = model.shared.get(name, first)
+        owner = model.shared.get(name, first)
+        names[name] = owner if owner in model.module else first
     return names
 
 
@@ -444,7 +446,8 @@ def _module(saved: ModelStates) -> OrderedDict[str, object]:
     """The module's entries in their order, with the versions that torch keeps beside them."""
     entries = saved.entries["module"]
     assert isinstance(entries, dict)
-    module: OrderedDict[str, object] = OrderedDict(entries)
+    kept = saved.module.keys() | saved.objects.keys()
+    module: OrderedDict[str, object] = OrderedDict((name, value) for name, value in entries.items() if name in kept)
     if isinstance(entries, OrderedDict):
         vars(module).update(vars(entries))
     return module
