@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
 _URL = re.compile(r"((?:[a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]*)://(.*)", re.DOTALL | re.IGNORECASE)
+_ONE_SLASH = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|hf):/[^/]")
 _HOST = re.compile(r"[^:]*(?::[0-9]*)?")
 _END_NBYTES, _PART_NBYTES = 32 << 10, 2 << 10
 """Of a beginning and an end, of a file or of an archive inside one, so much is read at once: its directory is there."""
@@ -42,8 +43,8 @@ Part = tuple[int, int]
 
 
 def is_url(path: str) -> bool:
-    """Whether it is meant as one, also as none that is read here."""
-    return "://" in path and _URL.match(path) is not None
+    """Whether it is meant as one, also as none that is read here, or as what pathlib.Path makes of one: s3:/BUCKET."""
+    return ("://" in path and _URL.match(path) is not None) or _ONE_SLASH.match(path) is not None
 
 
 def without_end(path: str) -> str:
@@ -297,7 +298,9 @@ def _store(url: str) -> tuple[AbstractFileSystem, str]:
     match = _URL.match(url)
     scheme, rest = (match[1], match[2]) if match is not None else (url.partition(":")[0], "")
     host, what, mend = rest.split("/")[0], "", ""
-    if not rest.strip("/") or (not host and scheme in _PACKAGES):  # s3fs writes to s3:///a/b as to s3://a/b
+    if _ONE_SLASH.match(url):
+        what, mend = "has one slash where a URL has two slashes", f"give it as a text, not as a Path: {scheme}://..."
+    elif not rest.strip("/") or (not host and scheme in _PACKAGES):  # s3fs writes to s3:///a/b as to s3://a/b
         what, mend = "names no bucket", f"give the URL of a folder: {scheme}://BUCKET/FOLDER"
     elif "::" in url:
         what, mend = "is a chain of file systems", "give the URL of the one that holds the files, alone"
