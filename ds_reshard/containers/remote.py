@@ -204,12 +204,16 @@ class Object:
         kept = _RANGES.find((self._place[0], self._version), start, min(stop, self.nbytes))
         if kept is not None:
             return kept
+        last = stop >= self.nbytes  # one byte more is asked for: a file that has grown since it was listed has it
         with _os_errors():
-            data = bytes(self._store.cat_file(self._path, start=start, end=stop, **self._unbuffered))
+            data = bytes(self._store.cat_file(self._path, start=start, end=stop + last, **self._unbuffered))
         with _LOCK:
             _COUNTED["requests"] += 1
             _COUNTED["nbytes"] += len(data)
-        if len(data) != (asked := max(0, min(stop, self.nbytes) - start)):  # of one that knows no ranges all of it
+        asked = max(0, min(stop, self.nbytes) - start)
+        if last and start + len(data) == self.nbytes + 1:
+            raise OSError(errno.EIO, f"it has grown since it was listed, when it had {self.nbytes} bytes; try again")
+        if len(data) != asked:  # of one that knows no ranges all of it
             raise OSError(errno.EIO, f"its store gives {len(data)} bytes of [{start}, {stop}), which are {asked}")
         return data
 

@@ -204,6 +204,16 @@ def test_a_store_that_answers_with_another_range_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_that_has_grown_since_it_was_listed_is_named(shards: Path, tmp_path: Path) -> None:
+    """As many bytes as were listed of it would name another tag, which is there: global_step3, of global_step31."""
+    run = shutil.copytree(shards, tmp_path / "run")
+    shutil.copytree(run / "global_step3", run / "global_step31")
+    Far.before = lambda number: (run / "latest").write_text("global_step31")
+    with pytest.raises(ReadFailed, match="has grown since it was listed, when it had 12 bytes; try again"):
+        inspect(f"far://{run}")
+    assert inspect(f"far://{run}").tag == "global_step31"
+
+
 def test_a_store_that_tells_no_sizes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As one that lists the links of a web page."""
     (tmp_path / "run").mkdir()
