@@ -42,7 +42,7 @@ from ds_reshard.model.region import Box
 FLAT_FILE = "distrib_optim.pt"
 _FAMILY = "model-parallel ranks"
 _FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+LAYER = re.compile(r"((?:de|en)coder\.layers\.)(\d+)\.(.+)")
 _OTHER_LAYER = re.compile(r"(?!decoder\.layers\.)(?:.*\.)?layers\.\d+\..+")
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 _COLUMNS = re.compile(
@@ -59,7 +59,8 @@ LOCAL = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-"""Names in local layers, and in `torch_dist` (`sharded_state_dict_keys_map`, core/models/gpt/gpt_layer_specs.py)."""
+"""Names in local layers, and in `torch_dist`: `sharded_state_dict_keys_map` of core/models/gpt/gpt_layer_specs.py and,
+for encoders, of bert/bert_layer_specs.py and T5/t5_spec.py (0.18.2 and 0.19.2)."""
 _SAME = (
     "num_layers",
     "swiglu",
@@ -240,9 +241,11 @@ def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
             for local, held in model.items():
                 name, expert = _name(rank, number, str(local))
                 match, experts = LAYER.fullmatch(name), size_of(first.arguments, "num_experts")
-                if match is not None and match[2].endswith("._extra_state"):
-                    place = f"{match[1]}_{layers}" if expert is None else f"{match[1]}.{expert}_{layers}.{experts}"
-                    objects[f"decoder.layers.{match[2]}/shard_{place}"] = [held]
+                if match is not None and match[3].endswith("._extra_state"):
+                    place = f"{match[2]}_{layers}" if expert is None else f"{match[2]}.{expert}_{layers}.{experts}"
+                    objects[f"{match[1]}{match[3]}/shard_{place}"] = [held]
+                elif name.endswith("._extra_state") and any(str(one).startswith("encoder.") for one in model):
+                    objects[f"{name}/shard_0_1"] = [held]  # GPTModel leaves out that of its output layer
     apart = ("optimizer", "rng_state")
     common = {name: value for name, value in first.held.items() if name not in apart and "model" not in str(name)}
     return Shown(common=common, objects=objects, chain=chain, stacked=stacks(first.arguments))
@@ -401,14 +404,14 @@ def _name(rank: _Rank, number: int, local: str) -> tuple[str, int | None]:
     if match is None:
         shared = local == "output_layer.weight" and not arguments.get("untie_embeddings_and_output_weights")
         return ("embedding.word_embeddings.weight" if shared else local), None
-    layer, rest = int(match[1]) + rank.layers[rank.pp, number].start, match[2]
+    layer, rest = int(match[2]) + rank.layers[rank.pp, number].start, match[3]
     for own, other in LOCAL.items() if arguments.get("transformer_impl") == "local" else ():
         rest = other + rest.removeprefix(own) if rest.startswith(own) else rest
     expert = _EXPERT.fullmatch(rest)
     if expert is None:
-        return f"decoder.layers.{layer}.{rest}", None
+        return f"{match[1]}{layer}.{rest}", None
     each = size_of(arguments, "num_experts") // size_of(arguments, "expert_model_parallel_size")
-    return f"decoder.layers.{layer}{EXPERTS}experts.{expert[2]}", int(expert[1]) + rank.ep * each
+    return f"{match[1]}{layer}{EXPERTS}experts.{expert[2]}", int(expert[1]) + rank.ep * each
 
 
 def _cut(

@@ -288,13 +288,13 @@ class _Writing:
         match, expert = LAYER.fullmatch(slot.name), self._expert(slot, folder)
         if match is None:
             return "output_layer.weight" if slot.shared and folder.stage else slot.name
-        rest = match[2]
+        rest = match[3]
         if expert is not None:
             rest = rest.replace("mlp.experts.experts.", f"mlp.experts.local_experts.{expert}.", 1)
         for own, other in LOCAL.items():
             rest = own + rest.removeprefix(other) if rest.startswith(other) else rest
         layers = size_of(self.arguments, "num_layers") // self.pp
-        return f"decoder.layers.{int(match[1]) - folder.stage * layers}.{rest}"
+        return f"{match[1]}{int(match[2]) - folder.stage * layers}.{rest}"
 
     def _flat(self, folder: _Folder) -> object:
         """`get_parameter_state_dp_zero`: a buffer of each state, without the padding at the end of each bucket."""

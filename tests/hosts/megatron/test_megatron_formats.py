@@ -20,6 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 import ds_reshard.operations as tools
+from ds_reshard.containers.dcp_directory import read_directory
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.fingerprints import fingerprint
@@ -318,6 +319,19 @@ def test_layers_that_are_no_decoders(releases: Any, tmp_path: Path, ranks: int, 
     for told in (tools.inspect(str(tmp_path)), tools.verify(str(tmp_path), deep=True)):
         assert {fault.error for fault in told.faults} == ({"UnsupportedLayout"} if stages else set())
         assert all(fault.what.startswith("encoder.layers.0.") for fault in told.faults)
+
+
+def test_an_encoder_is_the_same_in_either_format(releases: Any, tmp_path: Path) -> None:
+    """Names of its layers, and the states of layers without which Megatron loads no `torch_dist` of it."""
+    saves = [{"save": str(tmp_path / form), **FLAGS[form]} for form in ("torch", "model_space")]
+    releases["0.19.2"].run("format_jobs:save_bert", arguments=DISTRIBUTED, saves=saves)
+    folders = [str(tmp_path / form) for form in ("torch", "model_space")]
+    kept = [{one.name for one in tools.inspect(folder).parameters} for folder in folders]
+    assert kept[0] == kept[1] and "encoder.layers.3.mlp.linear_fc1.layer_norm_weight" in kept[0]
+    tools.convert(folders[0], str(tmp_path / "out"), to="megatron")
+    (saved,), (made,) = ((tmp_path / name).glob("iter_*") for name in ("model_space", "out"))
+    states = [{key for key in read_directory(str(one)).objects if "_extra_state" in key} for one in (saved, made)]
+    assert states[0] == states[1] and "output_layer._extra_state/shard_0_1" in states[0]
 
 
 def test_an_empty_folder_is_no_ranks(saved: Saved, tmp_path: Path) -> None:
