@@ -22,6 +22,7 @@ from ds_reshard.containers.dcp_directory import (
     SavedTensor,
     backend_of,
     damaged,
+    is_megatrons,
     list_directory,
     read_directory,
 )
@@ -115,7 +116,9 @@ class TorchDist(SavedState):
 
 
 def saved_weights(folder: str) -> list[str]:
-    """The keys of the model's own tensors, in the folder of one iteration."""
+    """The keys of the model's own tensors, in the folder of one iteration; none of torch_dcp and fsdp_dtensor."""
+    if not is_megatrons(folder):
+        return []
     return sorted(key for key in read_directory(folder).tensors if not _OPTIMIZER.match(key))
 
 
