@@ -458,8 +458,8 @@ def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iter
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
                 if len(absent) < count or others
-                else "load another tag, or pass load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "
-                "optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)",
+                else "load another tag, or pass --no-load-optim, or load_optimizer_states=False (DeepSpeed 0.17 and "
+                "0.18.4 save no optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)",
             )
         for rank in range(count):
             if rank in files and listing.nbytes[files[rank]] == 0:
@@ -510,7 +510,8 @@ def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
 def uneven(model: ModelStates, optim: OptimStates) -> list[Fault]:
     """Where flat buffers with other experts are not as rank 0's, of which alone the model file says what it trains."""
     what = "has other parameters than rank 0: ranks have frozen different numbers of experts, or two saves are mixed"
-    mend = "freeze as many experts on each rank, pass load_optimizer_states=False, or load as saved without ds_reshard"
+    mend = "freeze as many experts on each rank, pass --no-load-optim, or load_optimizer_states=False, "
+    mend += "or load as saved without ds_reshard"
     faults = unmatched(model, optim)
     return [UnsupportedLayout.fault(optim.path, what, one.expected, one.found, mend=mend) for one in faults]
 

@@ -55,7 +55,7 @@ def _differing(path: str, first: str, key: str, one: str, other: str) -> Fault:
     """That two files say different things; an optimizer may keep states per rank, but one step."""
     if key.startswith(STATE):
         what = f"has another {key} than {first}: each rank keeps one for itself, or files of two saves are mixed"
-        mend = "resume with the layout that was saved, or pass load_optimizer_states=False"
+        mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         return UnsupportedLayout.fault(path, what, one, other, mend=mend)
     what = f"is of another step or run than {first}: {key} differs"
     mend = "restore all files of one save, or load another tag"

@@ -501,7 +501,7 @@ class _Reading:
                         yield from self._absent(name, kept - set(self.common.scalars[i]) - set(self.files[name]))
 
     def _absent(self, name: str, kinds: Iterable[str]) -> Iterator[Fault]:
-        mend = "load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False"
+        mend = "load the ZeRO checkpoint that it was made from, or pass --no-load-optim, or load_optimizer_states=False"
         for kind in sorted(kinds):
             what = f"the saved optimizer kept {kind} of parameter {name}, and it is not here"
             path = self.listing.path(state_file(name, kind))

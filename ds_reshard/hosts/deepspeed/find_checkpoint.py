@@ -283,12 +283,12 @@ def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
     if optimizer:
         faults += [*content.faults, *optimizer_faults(content)]
         if content.facts is None:
-            mend = "pass load_optimizer_states=False for the weights alone"
+            mend = "pass --no-load-optim, or load_optimizer_states=False, for the weights alone"
             faults.append(UnsupportedLayout.fault(found.folder, "holds no optimizer", mend=mend))
         elif content.steps is None and not any("step" in states for states in content.facts.scalars.values()):
             what = "tells nowhere how many steps were made, and DeepSpeed counts on from there"
             mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
-            mend += "load_optimizer_states=False for the weights alone"
+            mend += "--no-load-optim, or load_optimizer_states=False, for the weights alone"
             faults.append(UnsupportedLayout.fault(found.folder, what, mend=mend))
     faults += unproved(source, None if optimizer else ()) if not faults else []
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")

@@ -459,7 +459,9 @@ def _unsaved(mine: Considered, checkpoint: ZeroCheckpoint, request: Request) -> 
         mend = "--load-masters-only, for what there is; to keep moments, train without it"
         yield UnsupportedLayout.fault(where, what, "false", "true", mend=mend)
     if checkpoint.model.lagging and "ZenFlow" not in mine.features:
-        mend = "resume with ZenFlow and the layout that was saved, or pass load_optimizer_states=False"
+        mend = (
+            "resume with ZenFlow and the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+        )
         yield UnsupportedLayout.fault(checkpoint.listing.folder, LAGGING, mend=mend)
 
 

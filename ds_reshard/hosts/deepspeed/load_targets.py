@@ -438,7 +438,7 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
                 "was trained by an optimizer of another kind: its states are others",
                 f"{', '.join(sorted(own)) or 'none'}, as {type(inner).__name__} has them",
                 ", ".join(sorted(saved)) or "none",
-                mend="build the optimizer that was saved, or pass load_optimizer_states=False",
+                mend="build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False",
             )
     yield from _universal_faults(inner, live, checkpoint)
     yield from _muon_faults(live, checkpoint)
@@ -455,7 +455,7 @@ def _twin_faults(optimizer: object) -> Iterator[Fault]:
         what = (
             "keeps moments of sub-groups on the device, which DeepSpeed neither saves nor loads: they would begin anew"
         )
-        mend = 'set "ratio": 1.0, or pass load_optimizer_states=False'
+        mend = 'set "ratio": 1.0, or pass --no-load-optim, or load_optimizer_states=False'
         where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {len(places)} sub-groups there"
         yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
 
@@ -483,7 +483,7 @@ def group_faults(optimizer: object, groups: Mapping[int, Mapping[str, object]]) 
             differ += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay", bool(decoupled)) != decoupled)
         for name in differ:
             what = f"{type(optimizer).__name__} does not step by {name}, as the saved one did"
-            mend = "build the optimizer that was saved, or pass load_optimizer_states=False"
+            mend = "build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False"
             yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)
 
 
@@ -503,7 +503,7 @@ def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fa
     elastic = checkpoint.optim is not None and checkpoint.optim.elastic
     if any(muon) and (checkpoint.universal is not None or elastic or checkpoint.of_grid):
         found = "universal" if checkpoint.universal is not None else "elastic" if elastic else str(checkpoint.grid)
-        what, mend = "is none that Muon takes its momentum from", "pass load_optimizer_states=False"
+        what, mend = "is none that Muon takes its momentum from", "pass --no-load-optim, or load_optimizer_states=False"
         yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
 
 
@@ -567,5 +567,5 @@ def _lost(path: str, what: str, expected: str) -> Fault:
         what,
         expected,
         "none",
-        mend="load the ZeRO checkpoint that it was made from, or pass load_optimizer_states=False",
+        mend="load the ZeRO checkpoint that it was made from, or pass --no-load-optim, or load_optimizer_states=False",
     )

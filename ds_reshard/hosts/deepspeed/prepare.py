@@ -260,7 +260,7 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend="resume with the layout that was saved, or pass load_optimizer_states=False",
+                mend="resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
@@ -311,7 +311,7 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
             "its members were saved with other states",
             f"{', '.join(one) or 'none'} (as {first})",
             f"{', '.join(other) or 'none'} (as {second})",
-            mend="build the optimizer with the param groups that were saved, or pass load_optimizer_states=False",
+            mend="build the param groups that were saved, or pass --no-load-optim, or load_optimizer_states=False",
         )
     ]
 
@@ -449,7 +449,7 @@ def model_faults(
     if optimizer and saved.param_shapes is not None:
         live = {name for name, shape in model.trainable.items() if prod(shape)}
         trained = {name for name, shape in saved.trainable.items() if prod(shape) and grid.answers(name)}
-        mend = "train the same parameters, or pass load_optimizer_states=False"
+        mend = "train the same parameters, or pass --no-load-optim, or load_optimizer_states=False"
         for name in sorted(live - trained):
             if strict and name not in saved.module and name not in from_masters:
                 continue
@@ -572,7 +572,7 @@ def _disagreements(number: int, members: list[str], one: GroupFacts, other: Grou
                     f"its members were saved with different values of {key!r}",
                     f"{describe(first.get(key))} (as {names[0]})",
                     f"{describe(second.get(key))} (as {names[1]})",
-                    mend="build the optimizer with the param groups that were saved, or pass "
+                    mend="build the param groups that were saved, or pass --no-load-optim, or "
                     "load_optimizer_states=False",
                 ),
             )
