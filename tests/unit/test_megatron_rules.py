@@ -17,6 +17,7 @@ from ds_reshard.formats.megatron.flat_states import (
     experts_cut,
     layers_of,
     shards_of_experts,
+    unplaced,
     unsupported,
 )
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
@@ -39,6 +40,17 @@ def _told(
 ) -> Any:
     made = buckets_of(_slots(*sizes, shared=shared), bucket_size=bucket_size, dp=dp, fast=fast)
     return [([(at, slot.name) for at, slot in one.slots], one.numel, one.unpadded) for one in made]
+
+
+def test_a_weight_that_lies_in_no_buffer_is_named() -> None:
+    """But for the bias of a router, which no optimizer steps."""
+    names = [f"decoder.layers.1.mlp.router.{leaf}" for leaf in ("expert_bias", "weight", "bias")]
+    weights = {
+        key: tiled(key, (4,), ElementType.FLOAT32, [], family="a", buffer="b")
+        for key in (TensorKey(name=name, kind="weight") for name in names)
+    }
+    (fault,) = unplaced("here", weights, names[1:2])
+    assert names[2] in fault.what
 
 
 def test_parameters_lie_from_the_last_to_the_first() -> None:

@@ -130,8 +130,9 @@ def laid_out(
 
 
 def unplaced(path: str, weights: Mapping[TensorKey, Placement], known: Collection[str]) -> Iterator[Fault]:
-    """Weights that lie in no buffer."""
-    for name in sorted({key.name for key in weights if key.kind == WEIGHT} - set(known)):
+    """Weights that lie in no buffer, but for the bias of routers, which no optimizer steps (moe/router.py, 0.19.2)."""
+    trained = {key.name for key in weights if key.kind == WEIGHT and not key.name.endswith(".router.expert_bias")}
+    for name in sorted(trained - set(known)):
         what = f"{name}: where it lies in the flat buffers of the optimizer is not known: no layer of this kind is"
         yield UnsupportedLayout.fault(path, what, mend=RESAVE)
 

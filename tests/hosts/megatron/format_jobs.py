@@ -130,7 +130,7 @@ def _places(models: Any) -> dict[Any, tuple[str, torch.Tensor]]:
     found: dict[Any, tuple[str, torch.Tensor]] = {}
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     for model in unwrap_model(models):
-        known = {id(one): one for one in model.parameters()}
+        known = {id(one): one for one in (*model.parameters(), *model.buffers())}
         told = model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": group})
         for one in nested_values(told):
             if not isinstance(one, ShardedTensor | ShardedTensorFactory) or id(one.data) not in known:

@@ -28,6 +28,7 @@ MODELS["BT"] = MODELS["B"].replace("--untie-embeddings-and-output-weights", "")
 MODELS["M"] = MODELS["B"] + (
     "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type allgather --moe-ffn-hidden-size 24 "
 )
+MODELS["MB"] = MODELS["M"] + "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
 OPTIMIZERS = {
     "sharded": "--bf16 --use-distributed-optimizer ",
     "sharded-fp32": "--use-distributed-optimizer ",
@@ -109,6 +110,8 @@ CELLS = [
     _cell("M", "ep2", "one", "bf16", forms=("buckets",)),
     _cell("M", "one", "ep2", "bf16", forms=("buckets",)),
     _cell("M", "tp2etp1", "ep2dp2"),
+    _cell("MB", "ep2", "pp2", forms=("buckets", "whole")),
+    _cell("MB", "one", "ep2pp2", forms=("buckets",)),
     _cell("B", "tp2", "tp2", "sharded", "sharded-fp32"),
     _cell("B", "dp2", "dp2", "bf16", "fp32"),
     _cell("B", "dp2", "dp2", "fp32", "bf16", forms=("buckets",)),
