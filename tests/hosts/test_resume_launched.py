@@ -11,6 +11,7 @@ from typing import Any
 
 import fresh
 import pytest
+from ports import free_port
 
 SCRIPT = Path(__file__).parent / "scripts" / "fork_train.py"
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +80,8 @@ def test_flags_that_the_script_defines_are_adopted(saved: str, interpreter: str)
 def test_under_deepspeeds_own_launcher(saved: str, interpreter: str) -> None:
     """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
     launcher = Path(sys.executable).with_name("deepspeed")
-    ranks = "--num_gpus 1 --num_nodes 1 --module ds_reshard.run --override-opt-param-scheduler"
+    ranks = f"--master_port {free_port()} --num_gpus 1 --num_nodes 1 --module ds_reshard.run"
+    ranks += " --override-opt-param-scheduler"
     command = (str(launcher), *ranks.split(), str(SCRIPT), "--lr", "0.4", "--load", saved)
     assert _launch(interpreter, *command) == {"lr": FIRST, "position": 12, "moments": True}
 

@@ -161,7 +161,9 @@ def test_the_package_that_a_url_needs_is_named(
 ) -> None:
     """Where it is not installed: fsspec itself, or that of the store."""
     pytest.importorskip("fsspec", reason="the test extra has fsspec")
-    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})  # of classes that were imported before
+    monkeypatch.delitem(
+        sys.modules["fsspec.registry"]._registry, scheme, raising=False
+    )  # a class that was imported before
     for name in [name for name in sys.modules if name.partition(".")[0] == package] or [package]:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError) as raised:
