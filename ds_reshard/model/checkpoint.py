@@ -142,6 +142,10 @@ class Checkpoint(ABC):
         """Whether a weight is kept as its master alone."""
         return False
 
+    def unfit(self, key: TensorKey) -> Fault | None:
+        """What is wrong with values that were saved as the run itself did not have them."""
+        return None
+
     def master(self, name: str) -> TensorKey | None:
         """The tensor that holds a parameter's fp32 master, None where there is none."""
         key = TensorKey(name=self.shared.get(name, name), kind="fp32")

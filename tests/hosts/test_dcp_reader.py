@@ -80,6 +80,21 @@ def _wanted(saved: list[dict[str, Any]], dtype: torch.dtype) -> dict[str, torch.
     return {name: torch.full_like(tensor, 7, dtype=dtype) for name, tensor in saved[0]["weights"].items()}
 
 
+def test_masters_that_zenflow_left_behind_are_refused(saves: Saves, tmp_path: Path) -> None:
+    """The 16-bit weights are those of the run, and are given. Synthetic: the saved config names ZenFlow."""
+    folder, saved = saves(Run(2, 2), TIED)
+    folder = Path(shutil.copytree(folder, tmp_path / "ckpt"))
+    for path in folder.glob("*/mp_rank_*"):
+        states = torch.load(path, weights_only=False)
+        states["ds_config"]["zero_optimization"]["zenflow"] = {"topk_ratio": 0.1}
+        torch.save(states, path)
+    with pytest.raises(CheckpointException, match="saved under ZenFlow"):
+        dcp.load(_wanted(saved, torch.float32), storage_reader=ds_reshard.dcp.Reader(folder, model=""))
+    halves = _wanted(saved, torch.bfloat16)
+    dcp.load(halves, storage_reader=ds_reshard.dcp.Reader(folder, model=""))
+    assert all(same_bits(tensor, saved[0]["weights"][name]) for name, tensor in halves.items())
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_plain_tensors_without_a_process_group(saves: Saves, stage: int) -> None:
     """Under names of one's own, or none; each type comes from where it was saved, and each byte once."""

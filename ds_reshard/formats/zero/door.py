@@ -13,6 +13,7 @@ from ds_reshard.formats.zero.expert_groups import dealt_out, ep_of
 from ds_reshard.formats.zero.experts import as_one_place, expert_of, stage0_of_places
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
+from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
 from ds_reshard.formats.zero.rows import replica_fault, stage0_of_rows, whole_fault
@@ -167,6 +168,13 @@ class OpenedZero(Checkpoint):
         if key.kind != WEIGHT or not (self.zero.listing.partitioned_model or self.zero.stages):
             return False
         return self.shared.get(key.name, key.name) in self.zero.model.trainable
+
+    def unfit(self, key: TensorKey) -> Fault | None:
+        if key.name in self.zero.model.quantized:
+            return UnsupportedLayout.fault(key.name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
+        if self.zero.model.lagging and key.kind != WEIGHT:
+            return UnsupportedLayout.fault(str(key), LAGGING, mend="ask for weights alone, in the type that was saved")
+        return None
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         entries = self.zero.model.entries

@@ -36,6 +36,10 @@ class Stored:
     def dtype(self) -> ElementType:
         return next(iter(self.sources))
 
+    def source(self, dtype: ElementType) -> TensorKey:
+        """What is read for a target of that type."""
+        return self.sources.get(dtype, self.sources[self.dtype])
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Single:

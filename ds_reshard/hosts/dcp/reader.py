@@ -113,7 +113,7 @@ class Filling:
             raise ModelMismatch("", [_other_type(entry, dtype.label)])
         tensor = tensor.detach()
         self.filled.append((item, tensor))
-        key = entry.sources.get(dtype, entry.sources[entry.dtype])
+        key = entry.source(dtype)
         box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
         buffer = str(len(self._targets))
         region = box_region(entry.shape, box)
@@ -331,7 +331,10 @@ class Reader(StorageReader):
                     filling.values.append((item, self._groups.value(entry, _members(planner, entry))))
                     continue
                 if isinstance(entry, Stored):
-                    filling.add(item, entry, planner.resolve_tensor(item).detach())
+                    target = planner.resolve_tensor(item).detach()
+                    unfit = self._source.unfit(entry.source(element_type(target.dtype)))
+                    raise_faults([unfit] if unfit is not None else [], subject=fqn)
+                    filling.add(item, entry, target)
                 elif isinstance(entry, Single) and (tensor := _filled(item, entry, planner)) is not None:
                     filling.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
                 else:
