@@ -304,6 +304,9 @@ class SavedCheckpoint(Checkpoint):
     def shards(self) -> Shards:
         return Shards(index=Index(self.layout, self.state))
 
+    def uncompared(self, name: str) -> Iterator[str]:
+        yield from (f"{name}: {note}" for note in self.notes)
+
     def unstored(self, key: TensorKey) -> bool:
         return key.kind == WEIGHT and self.master(key.name) is not None
 

@@ -179,6 +179,7 @@ def test_states_that_are_no_flat_parts_of_parameters_are_refused_by_name() -> No
     known = {"num_layers": 4, "transformer_impl": "local", "optimizer": "adam"}
     assert list(unsupported("here", known)) == list(_unread("here", "fully_reshardable", known)) == []
     told = [[fault.what for fault in unsupported("here", known | {name: BAD[name]})] for name in ODD]
+    assert [one.what.split(" the order")[0] for one in unsupported("here", {})] == ["with no saved arguments (args)"]
     assert [len(one) for one in told] == [1, 1, 1] and all(name in one[0] for name, one in zip(ODD, told, strict=True))
     kinds = ("fully_reshardable", "dp_reshardable", None)
     found = [[len(list(_unread("here", kind, {name: BAD[name]}))) for kind in kinds] for name in ODD]

@@ -25,6 +25,7 @@ class OpenedDcp(SavedCheckpoint):
         return (f"left out, as nothing here reads them: {', '.join(names)}",) if names else ()
 
     def uncompared(self, name: str) -> Iterator[str]:
+        yield from super().uncompared(name)
         yield from (f"{name}: {told}" for told in self.left_out())
 
 

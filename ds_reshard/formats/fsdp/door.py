@@ -27,6 +27,7 @@ class OpenedFsdp(SavedCheckpoint):
         }
 
     def uncompared(self, name: str) -> Iterator[str]:
+        yield from super().uncompared(name)
         if self.left_out():
             others = "nor is the schedule there with a folder of another format"
             yield f"the random states in {name}'s extra_state files are not compared, {others}"

@@ -146,7 +146,7 @@ def unsupported(path: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
     told += odd_states(arguments)
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
-    for name in told:
+    for name in told if arguments else ["no saved arguments (args)"]:
         what = f"with {name} the order in the optimizer's flat buffers is not known"
         yield UnsupportedLayout.fault(path, what, mend=RESAVE)
 

@@ -129,7 +129,8 @@ def list_torch_dist(folder: str) -> SavedListing:
 def open_torch_dist(folder: str) -> TorchDist:
     """Read the directory and what all ranks share; raises every structural fault at once.
 
-    UnsupportedLayout for types of the optimizer's state, by their names, and what reading damaged files raises.
+    UnsupportedLayout for types of the optimizer's state, by their names, and what reading damaged files raises. Where
+    it is that state alone of which something is not known, the weights are there without it, and a note says so.
     """
     subject = f"checkpoint {folder}"
     raise_faults(list(_foreign(folder, backend_of(folder))), subject=subject)
@@ -151,17 +152,21 @@ def open_torch_dist(folder: str) -> TorchDist:
     faults += _contradictions(folder, arguments, placements)
     raise_faults(faults, subject=subject)
     replicas: dict[TensorKey, Placement] = {}
+    unread: list[Fault] = []
     if flat:
         found = find_states(directory, arguments, dict(placements))
-        raise_faults(found.faults, subject=subject)
-        families |= found.chunks
-        for key, tiles in found.tiles.items():
+        unread = _left_out(found.faults, subject)
+        families |= found.chunks if not unread else {}
+        for key, tiles in found.tiles.items() if not unread else ():
             made = _flat_placed(directory, key, placements[TensorKey(name=key.name, kind=WEIGHT)], tiles, found, faults)
             (replicas if key.copy else placements)[key] = made
-    raise_faults([*faults, *_incomplete(directory.path, placements)], subject=subject)
+    unread += _left_out([*faults, *_incomplete(directory.path, placements)], subject)
+    if unread:
+        placements = {key: placement for key, placement in placements.items() if key.kind == WEIGHT}
     shards = {family: len(held) for family, held in families.items()}
     chain = chain_of(common.get("optimizer"), directory.objects)
-    facts, ungrouped = facts_of(chain, common.get("optimizer"), _trained(placements), arguments)
+    trained = _trained(placements)
+    facts, ungrouped = facts_of(chain, common.get("optimizer"), trained, arguments) if not unread else (None, "")
     return TorchDist(
         folder=folder,
         directory=directory,
@@ -171,13 +176,26 @@ def open_torch_dist(folder: str) -> TorchDist:
         chunks=families,
         arguments=arguments,
         replicas=Layout(replicas, shards),
-        distributed=kind is not None,
-        flat=flat,
+        distributed=kind is not None and not unread,
+        flat=flat and not unread,
         ungrouped=ungrouped,
         common=common,
         chain=chain,
         ranks=counted(arguments.get("data_parallel_size")),
+        notes=tuple(_unread_states(unread)),
     )
+
+
+def _left_out(faults: Sequence[Fault], subject: str) -> list[Fault]:
+    """The states of the optimizer that are not read here; raises where anything else is wrong."""
+    raise_faults([one for one in faults if one.error != UnsupportedLayout.__name__], subject=subject)
+    return list(faults)
+
+
+def _unread_states(unread: Sequence[Fault]) -> Iterator[str]:
+    if unread:
+        others = f" (and {len(unread) - 1} more)" if len(unread) > 1 else ""
+        yield f"the optimizer's states are not read: {unread[0].what}{others}; {unread[0].mend}"
 
 
 def _foreign(folder: str, backend: str | None) -> Iterator[Fault]:

@@ -25,6 +25,7 @@ class OpenedPytorch(SavedCheckpoint):
         return self.state.left_out
 
     def uncompared(self, name: str) -> Iterator[str]:
+        yield from super().uncompared(name)
         yield from (f"{name}: {told}" for told in self.left_out())
 
 

@@ -257,14 +257,17 @@ def opened(load: Load, saved: Saved, run: Mapping[str, object], why: Sequence[st
     """The files, to be read or, where Megatron loads them, to be looked at: None for those that are not read here."""
     if why:
         raise_faults(unfillable(saved, run, "; ".join(why), optimizer=wanted), subject=f"loading {saved.folder}")
+    source = None
     try:
-        return open_checkpoint(find_listing(saved.folder, None), whole=False)
+        source = open_checkpoint(find_listing(saved.folder, None), whole=False)
+        said = "; ".join(source.notes)
     except UnsupportedLayout as error:
         if why or any(fault.error != UnsupportedLayout.__name__ for fault in error.faults):
             raise
         said = "; ".join(dict.fromkeys(fault.what for fault in faults_of(error)))
+    if said and not why:
         load.warnings.append(f"whether Megatron-LM has saved its states shifted was not looked at: {said}")
-        return None
+    return source
 
 
 def _agreed(

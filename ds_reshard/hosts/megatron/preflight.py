@@ -235,6 +235,7 @@ class _Forecasting:
                 faults: list[Fault] = []
                 kinds_read(self.source, load.policy, _ComingOptimizer(arguments), faults)
                 raise_faults(faults, subject=f"loading {saved.folder}")
+            self.notes += self.source.notes if self.wanted else ()
         except UnsupportedLayout as error:
             if self.why:
                 raise

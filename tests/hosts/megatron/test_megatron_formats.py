@@ -15,7 +15,7 @@ import torch
 from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
 from releases import WITH_TRAINING
-from saved_worlds import DISTRIBUTED, FLAGS, GATED, PP, TP, WORLDS, Saved
+from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP, TP, WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -104,6 +104,24 @@ def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
                 kept = (name, "weight") if to == "dcp" and kind == "fp32" else (name, kind)
                 assert made[kept] == own[name, kind], (to, name, kind)
     tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
+
+
+def test_weights_are_read_where_the_optimizers_states_are_not(releases: Any, tmp_path: Path) -> None:
+    """Shared experts, of which nothing tells where they lie in flat buckets: the same weights as from named states."""
+    arguments = f"{DISTRIBUTED}{GATED}{EXPERTS_WHOLE}--moe-shared-expert-intermediate-size 24 "
+    saves = [{"save": str(tmp_path / form), **FLAGS[form]} for form in ("buckets", "model_space")]
+    releases["0.19.2"].run("format_jobs:save", ranks=1, arguments=arguments, saves=saves)
+    folder, named = str(tmp_path / "buckets"), "the optimizer's states are not read: .*shared_experts.linear_fc1.weight"
+    (note,), found = tools.inspect(folder).notes, tools.verify(folder)
+    assert re.match(named, note) and note in found.notes and found.faults == ()
+    assert f"A: {note}" in tools.diff(folder, saves[1]["save"]).notes
+    with pytest.raises(UnsupportedLayout, match=named):
+        tools.convert(folder, str(tmp_path / "zero"), to="zero2", dp=1)
+    made = []
+    for one in saves:
+        tools.convert(one["save"], f"{one['save']} weights", to="safetensors")
+        made.append(Path(f"{one['save']} weights", "model.safetensors").read_bytes())
+    assert made[0] == made[1]
 
 
 PAIRS = [(name, *one.formats[at : at + 2]) for name, one in WORLDS.items() for at in range(len(one.formats) - 1)]

@@ -455,6 +455,7 @@ def test_another_optimizer(saved: Saved, releases: Any) -> None:
 
 
 def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, tmp_path: Path) -> None:
+    """Their states are refused by name; the weights load without them."""
     shared = f"{MODELS['M']}--moe-shared-expert-intermediate-size 24 "
     job = {"ranks": 1, "arguments": OPTIMIZERS["sharded"] + shared}
     releases["0.19.2"].run("format_jobs:save", saves=[{"save": str(tmp_path), **FORMS["buckets"]}], **job)
@@ -462,6 +463,10 @@ def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, t
     _refuses(
         releases["0.19.2"].run("load_jobs:refused", **job), "UnsupportedLayout", "shared_experts.linear_fc1.weight"
     )
+    job["arguments"] += " --no-load-optim"
+    (told,) = releases["0.19.2"].run("load_jobs:load", **job)
+    assert not [text for text in told["wrong"] if text.startswith("weight")] and told["cast"] and told["fresh"]
+    assert _row(told, "tensors read by") is not None
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
