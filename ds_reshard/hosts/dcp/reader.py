@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -47,6 +48,7 @@ from ds_reshard.planning.plan import Plan, copies_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+logger = logging.getLogger("ds_reshard")
 _SUBJECT = "torch.distributed.checkpoint"
 
 
@@ -257,6 +259,8 @@ class Reader(StorageReader):
         self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
         if self._group is None or self._group.rank() == 0:
             prove(self._source)  # all ranks are told what one finds
+            for note in self._source.notes:
+                logger.warning("%s: %s", self._source.folder, note)
         self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
         facts = self._source.facts
         self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)

@@ -19,6 +19,7 @@ from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP, TP, WORLD
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
+import ds_reshard.dcp
 import ds_reshard.operations as tools
 from ds_reshard.containers.dcp_directory import read_directory
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
@@ -106,7 +107,7 @@ def test_tools_on_a_whole_checkpoint(saved: Saved, tmp_path: Path) -> None:
     tools.convert(str(folder), str(tmp_path / "weights"), to="safetensors")
 
 
-def test_weights_are_read_where_the_optimizers_states_are_not(releases: Any, tmp_path: Path) -> None:
+def test_weights_are_read_where_the_optimizers_states_are_not(releases: Any, tmp_path: Path, caplog: Any) -> None:
     """Shared experts, of which nothing tells where they lie in flat buckets: the same weights as from named states."""
     arguments = f"{DISTRIBUTED}{GATED}{EXPERTS_WHOLE}--moe-shared-expert-intermediate-size 24 "
     saves = [{"save": str(tmp_path / form), **FLAGS[form]} for form in ("buckets", "model_space")]
@@ -114,6 +115,9 @@ def test_weights_are_read_where_the_optimizers_states_are_not(releases: Any, tmp
     folder, named = str(tmp_path / "buckets"), "the optimizer's states are not read: .*shared_experts.linear_fc1.weight"
     (note,), found = tools.inspect(folder).notes, tools.verify(folder)
     assert re.match(named, note) and note in found.notes and found.faults == ()
+    with caplog.at_level("WARNING", logger="ds_reshard"):
+        ds_reshard.dcp.Reader(folder)
+    assert note in caplog.text  # of which a state dict that may be loaded in part would tell nothing
     assert f"A: {note}" in tools.diff(folder, saves[1]["save"]).notes
     with pytest.raises(UnsupportedLayout, match=named):
         tools.convert(folder, str(tmp_path / "zero"), to="zero2", dp=1)
