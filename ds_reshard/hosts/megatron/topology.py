@@ -13,13 +13,21 @@ from dataclasses import dataclass
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, is_megatrons
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, UnsupportedLayout
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    UnsafePickle,
+    UnsupportedLayout,
+    raise_faults,
+)
 from ds_reshard.formats.megatron.buckets import bucket_size_of
 from ds_reshard.formats.megatron.checkpoint import (
     TRACKER,
     arguments_of,
     chain_of,
     find_iteration,
+    iteration_name,
     latest_iteration,
     read_common,
 )
@@ -92,6 +100,7 @@ def find_saved(arguments: Namespace) -> Saved | None:
         looked_in = _looked_in(arguments, path)
         if looked_in is None or not folders.is_file(os.path.join(looked_in[0], TRACKER)):
             return None
+        raise_faults(_tracker_faults(*looked_in), subject=f"loading {path}")
         folder = find_iteration(*looked_in)
         whole = is_megatrons(folder)
         if os.path.basename(folder) == "release" or not (whole or is_torch_format(folder)):
@@ -123,6 +132,25 @@ def _looked_in(arguments: Namespace, path: str) -> tuple[str, str | None] | None
     beside = getattr(arguments, "non_persistent_global_ckpt_dir", None) or os.path.join(path, "non_persistent")
     newest = _latest(beside)
     return (beside, None) if newest >= 0 and newest >= (step or _latest(path)) else persistent
+
+
+def _tracker_faults(folder: str, step: str | None) -> Iterator[Fault]:
+    """What a tracker file names that is no iteration, or none that is there, as a save leaves that was killed.
+
+    At the first Megatron ends each rank by `sys.exit()`, the status of a run that went well, whatever `--ckpt-step`
+    says; at the second it reads a folder that is not there (training/checkpointing.py `read_metadata`,
+    `_get_checkpoint_format`, 0.18.2 and 0.19.2).
+    """
+    told, names = latest_iteration(folder), folders.names(folder)
+    if told == "release" or (told.isdecimal() and (step is not None or iteration_name(told) in names)):
+        return
+    there = sorted(int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdecimal())
+    listed = ", ".join(map(str, there[-12:]))
+    mend = f"write one of the iterations that are there into it: {listed}" if there else "remove it, to begin anew"
+    what = "names no checkpoint that is there: a save may have been killed"
+    yield CheckpointDamaged.fault(
+        os.path.join(folder, TRACKER), what, "an iteration, or release", repr(told), mend=mend
+    )
 
 
 def _latest(folder: str) -> int:

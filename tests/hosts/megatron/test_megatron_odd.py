@@ -85,6 +85,18 @@ def test_an_iteration_beside_a_release(stages: Any, release: str, kind: str) -> 
 
 
 @RELEASES
+@pytest.mark.parametrize(("told", "flags"), [("", ""), ("", " --ckpt-step 5"), ("iter_0000005", ""), ("11", "")])
+def test_a_tracker_that_names_no_checkpoint(stages: Any, release: str, told: str, flags: str) -> None:
+    """As a save that was killed leaves it: Megatron itself ends by `sys.exit()`, as a run that went well."""
+    folder = _earlier(stages, release, FORMATS["dist-sharded"])
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    tracker.write_text(told, encoding="utf-8")
+    said = stages.untouched(release, options=FORMATS["dist-sharded"] + flags, folder=folder)
+    assert said["refused"] == "CheckpointDamaged" and said["changed"] == []
+    assert str(tracker) in said["message"] and "that are there into it: 5, 9" in said["message"]
+
+
+@RELEASES
 def test_a_format_that_is_detected(stages: Any, release: str) -> None:
     """`--auto-detect-ckpt-format`: what is on disk counts, not `--ckpt-format`."""
     saved, options = FORMATS["torch-bf16"], f"{FORMATS['dist-bf16']} --auto-detect-ckpt-format"
