@@ -178,7 +178,7 @@ def test_a_sub_group_holds_a_slice_of_each_tensor(shapes, dp):
 @given(shapes_of, dps)
 def test_a_sliced_tensor_has_a_buffer_of_its_own(shape, dp):
     """Cut into pieces of ceil(numel / dp), each at the start of its buffer."""
-    placement = sliced("p", "weight", shape, BF16, dp, family="f", buffer="own")
+    placement = sliced("p", shape, BF16, dp, family="f", buffer="own")
     Layout(by_key([placement]), {"f": dp})
     chunk = chunk_numel(shape, dp)
     assert places([placement], dp) == [("own", x // chunk, x % chunk) for x in range(prod(shape))]

@@ -488,7 +488,7 @@ def weights(model: ModelStates, listing: Listing) -> Iterator[Placement]:
         for name, shape in model.frozen_shapes.items():
             fragment = model.frozen_fragments.get(name)
             if fragment is not None and prod(shape) != 0:
-                yield sliced(name, "weight", shape, fragment.dtype, model.dp, family=MODEL, buffer=f"frozen/{name}")
+                yield sliced(name, shape, fragment.dtype, model.dp, family=MODEL, buffer=f"frozen/{name}")
 
 
 def kinds_of(partition: Partition) -> dict[str, ElementType]:

@@ -139,10 +139,10 @@ def whole(name: str, kind: str, shape: Shape, dtype: ElementType, *, family: str
     return Placement(TensorKey(name, kind), shape, dtype, family, buffer, cut, Box.whole(shape), replicated=True)
 
 
-def sliced(name: str, kind: str, shape: Shape, dtype: ElementType, dp: int, *, family: str, buffer: str) -> Placement:
-    """A tensor in a buffer of its own, cut into dp pieces of ceil(numel / dp)."""
+def sliced(name: str, shape: Shape, dtype: ElementType, dp: int, *, family: str, buffer: str) -> Placement:
+    """A weight in a buffer of its own, cut into dp pieces of ceil(numel / dp)."""
     cut = Cut(chunk=max(1, chunk_numel(shape, dp)))
-    return Placement(TensorKey(name, kind), shape, dtype, family, buffer, cut, Box.whole(shape))
+    return Placement(TensorKey(name, "weight"), shape, dtype, family, buffer, cut, Box.whole(shape))
 
 
 def alone(origin: Placement, shard: int, *, family: str, buffer: str) -> Placement:

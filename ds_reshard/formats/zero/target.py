@@ -305,7 +305,7 @@ class ModelTarget:
         if self.stage == 3:
             for name, (shape, dtype) in self._frozen().items():
                 if prod(shape):
-                    yield sliced(name, "weight", shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
+                    yield sliced(name, shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
         made = whole_tensors(self.checkpoint.model)
         held = [TensorKey(name, "weight") for name in made]

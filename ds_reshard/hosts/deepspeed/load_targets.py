@@ -296,15 +296,8 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
             if whole_numbers or hasattr(part, "ds_quant_scale") or name in checkpoint.model.quantized:
                 wants.faults.append(_quantized(name, checkpoint))
                 continue
-            placement = sliced(
-                name,
-                "weight",
-                tuple(param.ds_shape),
-                element_type(part.dtype),
-                live.dp,
-                family=RUN,
-                buffer=f"frozen/{name}",
-            )
+            shape, dtype = tuple(param.ds_shape), element_type(part.dtype)
+            placement = sliced(name, shape, dtype, live.dp, family=RUN, buffer=f"frozen/{name}")
             wants.existing(placement, key, part)
 
 
