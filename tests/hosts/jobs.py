@@ -142,7 +142,7 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
 
 
 class Odd(torch.optim.AdamW):
-    """AdamW that keeps one more state: a scale per block, one named like a weight, or one value a rank."""
+    """AdamW that keeps one more state: a scale per block, one named like a weight, or one value a rank or group."""
 
     def __init__(self, groups: Any, kind: str) -> None:
         super().__init__(groups)
@@ -155,7 +155,11 @@ class Odd(torch.optim.AdamW):
                 "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
                 "weight": lambda p: p.detach().clone(),
                 "per_rank": lambda p: torch.tensor(float(torch.distributed.get_rank() + 1)),
+                "group": lambda p: None,
             }[self.kind](parameter)
+            if self.kind == "group":
+                self.param_groups[0]["d_numerator"] = float(torch.distributed.get_rank() + 1)
+                continue
             state[{"blocks": "absmax", "weight": "weight", "per_rank": "rms"}[self.kind]] = extra
         return answer
 

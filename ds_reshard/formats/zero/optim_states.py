@@ -18,6 +18,9 @@ from ds_reshard.model.records import ObjectRecord, TensorRecord
 
 STATE = "state "
 """Marks what a signature says of scalar states other than the step, which an optimizer may keep per rank."""
+_OF_RUN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum"})
+"""Fractions in a param group that are alike on all ranks. Prodigy has its `d_numerator` there, which each rank counts
+over its own part of the buffer (`Prodigy.step`, prodigyopt 1.1.2)."""
 PARTITION_GROUPS = "ds_zero_partition_groups"
 """Of stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
 _MOMENTUM = "momentum_buffer"
@@ -91,7 +94,9 @@ class OptimStates:
             for name, scalar in partition.scalars.items():
                 said[f"{name if name == 'step' else STATE + name} of partition {g}"] = canonical(scalar)
         for g, group in enumerate(self.groups or ()):
-            said |= {f"{name} of param group {g}": canonical(value) for name, value in group.items()}
+            for name, value in group.items():
+                by_rank = isinstance(value, float) and name not in _OF_RUN
+                said[f"{STATE if by_rank else ''}{name} of param group {g}"] = canonical(value)
         return said
 
 
