@@ -358,7 +358,7 @@ def _ready(
 def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
     given = request.given if mine.settings.enabled else None
-    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given)
+    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
     ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
@@ -369,7 +369,7 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     signatures = frozenset(
         (family, digest(sorted(alike.items())))
         for name, said in shards.signatures.items()
-        for family, alike in said_alike(name, said, states=prepared is not None).items()
+        for family, alike in said_alike(name, said, states=ready.states).items()
     )
     prints = frozenset(
         (digest((column_of(name), marks)), name)

@@ -193,7 +193,7 @@ class _Forecasting:
         checkpoint, shards = self.checkpoint, [one.shards for one in decisions if one.shards is not None]
         if checkpoint is None:
             return
-        states = any(one.loader == "ds_reshard" for one in decisions)
+        states = any(one.cuts_states for one in decisions)
         folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         found = compare_signatures(said, folder, states=states)
         found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)

@@ -29,14 +29,20 @@ class Decision:
     shards: ZeroShards | None = None
     prepared: Prepared | None = None
 
+    @property
+    def cuts_states(self) -> bool:
+        """Whether the optimizer's states are read for another layout, so that all ranks have to say them alike."""
+        return self.prepared is not None and self.resume is not None and self.resume.request.load_optimizer
+
 
 class Ready(NamedTuple):
     """What a rank says before anything changes; its size does not depend on the model.
 
     `given` are the arguments of the load, where ds_reshard has to do with it at all. `view` decides which way a rank
-    takes, and `loader` is who loads. `signatures` are digests of what the model and optimizer shards say that this rank
-    opened. `prints` is a digest of the checksums of each optimizer shard, with its name. `names` is a column of the
-    grid, and a digest of the tensors whose fingerprints its ranks will add up. `sets` are digests of the paths of the
+    takes, `loader` is who loads, `states` whether the optimizer's are cut anew. `signatures` are digests of what the
+    model and optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard,
+    with its name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add
+    up. `sets` are digests of the paths of the
     files that say what all shards have alike, and of what is in them, and of the shards that this rank opened; `files`
     has the path of each of these, and a digest of what is in it.
     """
@@ -45,6 +51,7 @@ class Ready(NamedTuple):
     policy: ResumePolicy | None = None
     loader: str = ""
     given: Mapping[str, object] | None = None
+    states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     prints: frozenset[tuple[bytes, str]] = frozenset()
     names: tuple[int, int] | None = None
@@ -77,7 +84,7 @@ def agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision
     # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
     differ = _differ(one for ready in said for pairs in (ready.signatures, ready.prints) for one in pairs)
     if any(one.signatures for one in said) and (failed or differ):
-        states = any(one.loader == "ds_reshard" for one in said)
+        states = any(one.states for one in said)
         told = _compare_shards(told, decision.shards, folder, states=states)
     steps.raise_first(told)
 
