@@ -150,17 +150,14 @@ class Odd(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:
         answer = super().step(closure)
-        for parameter, state in self.state.items():
-            extra = {
+        of_rank = float(torch.distributed.get_rank() + 1)
+        self.param_groups[0].update({"d_numerator": of_rank} if self.kind == "group" else {})
+        for parameter, state in self.state.items() if self.kind != "group" else ():
+            state[{"blocks": "absmax", "weight": "weight", "per_rank": "rms"}[self.kind]] = {
                 "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
                 "weight": lambda p: p.detach().clone(),
-                "per_rank": lambda p: torch.tensor(float(torch.distributed.get_rank() + 1)),
-                "group": lambda p: None,
+                "per_rank": lambda p: torch.tensor(of_rank),
             }[self.kind](parameter)
-            if self.kind == "group":
-                self.param_groups[0]["d_numerator"] = float(torch.distributed.get_rank() + 1)
-                continue
-            state[{"blocks": "absmax", "weight": "weight", "per_rank": "rms"}[self.kind]] = extra
         return answer
 
 

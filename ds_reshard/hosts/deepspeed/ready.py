@@ -42,9 +42,8 @@ class Ready(NamedTuple):
     takes, `loader` is who loads, `states` whether the optimizer's are cut anew. `signatures` are digests of what the
     model and optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard,
     with its name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add
-    up. `sets` are digests of the paths of the
-    files that say what all shards have alike, and of what is in them, and of the shards that this rank opened; `files`
-    has the path of each of these, and a digest of what is in it.
+    up. `sets` are digests of the paths of the files that say what all shards have alike, and of what is in them, and of
+    the shards that this rank opened; `files` has the path of each of these, and a digest of what is in it.
     """
 
     view: str = ""
