@@ -55,6 +55,7 @@ class Checkpoint(ABC):
     pipeline and expert parallelism, None where no file tells. `masters_are_cast` is true where a framework saves
     each weight as the cast of its fp32 master, and where the files do not say more surely which parameter a state
     is of: that is then looked at before states are used, and `unproved_mend` says what to do where it is not so.
+    `states_alike` is whether what each rank's optimizer may keep for itself is compared, as who uses states needs it.
 
     `module` is the model's entries as they were saved, `scaling` values of the optimizer that some layouts have,
     `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared,
@@ -70,6 +71,7 @@ class Checkpoint(ABC):
     pp: int | None = None
     ep: int | None = None
     masters_are_cast = False
+    states_alike = True
     unproved_mend = ""
     files: Mapping[str, int]
     shard_names: Sequence[str] = ()
@@ -142,9 +144,9 @@ class Checkpoint(ABC):
         """Whether a weight is kept as its master alone."""
         return False
 
-    def unfit(self, key: TensorKey) -> Fault | None:
+    def unfit(self, key: TensorKey) -> Iterator[Fault]:
         """What is wrong with values that were saved as the run itself did not have them."""
-        return None
+        yield from ()
 
     def master(self, name: str) -> TensorKey | None:
         """The tensor that holds a parameter's fp32 master, None where there is none."""

@@ -95,6 +95,20 @@ def test_masters_that_zenflow_left_behind_are_refused(saves: Saves, tmp_path: Pa
     assert all(same_bits(tensor, saved[0]["weights"][name]) for name, tensor in halves.items())
 
 
+@pytest.mark.parametrize("odd", ["group", "per_rank"])
+def test_what_each_rank_counts_for_itself_is_refused(worlds: Any, tmp_path: Path, odd: str) -> None:
+    """As Prodigy does: no rank's value is that of all. Weights alone are given."""
+    saved = worlds[2].run("save", run=Run(2, 2), model=Model(optimizer=f"odd_{odd}"), folder=str(tmp_path))
+    weights = _wanted(saved, torch.bfloat16)
+    dcp.load(weights, storage_reader=ds_reshard.dcp.Reader(tmp_path, model=""))
+    assert all(same_bits(tensor, saved[0]["weights"][name]) for name, tensor in weights.items())
+    reader = ds_reshard.dcp.Reader(tmp_path)
+    told = reader.read_metadata().state_dict_metadata
+    wanted = {key: torch.zeros(told[key].size) for key in told if key.endswith(".exp_avg")}
+    with pytest.raises(CheckpointException, match="each rank keeps one for itself"):
+        dcp.load({**wanted, "optimizer.param_groups.0.lr": 0.0}, storage_reader=reader)
+
+
 @pytest.mark.parametrize("stage", [1, 3])
 def test_plain_tensors_without_a_process_group(saves: Saves, stage: int) -> None:
     """Under names of one's own, or none; each type comes from where it was saved, and each byte once."""

@@ -156,8 +156,9 @@ def open_torch_dist(folder: str) -> TorchDist:
     if flat:
         found = find_states(directory, arguments, dict(placements))
         unread = _left_out(found.faults, subject)
-        families |= found.chunks if not unread else {}
-        for key, tiles in found.tiles.items() if not unread else ():
+        found = FlatStates() if unread else found
+        families |= found.chunks
+        for key, tiles in found.tiles.items():
             made = _flat_placed(directory, key, placements[TensorKey(name=key.name, kind=WEIGHT)], tiles, found, faults)
             (replicas if key.copy else placements)[key] = made
     unread += _left_out([*faults, *_incomplete(directory.path, placements)], subject)

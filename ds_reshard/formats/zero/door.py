@@ -52,7 +52,7 @@ class OpenedZero(Checkpoint):
             raise_faults([stage0_of_rows(listing, zero.grid)], subject=f"checkpoint {listing.folder}")
         if listing.places:
             raise_faults([stage0_of_places(zero)], subject=f"checkpoint {listing.folder}")
-        self._states = states
+        self.states_alike = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
         self.unproved_mend = "restore all files of one save, or load another tag"
@@ -81,13 +81,16 @@ class OpenedZero(Checkpoint):
     def pieces(self) -> tuple[ZeroShards, Shards]:
         """The files of the saving run's ranks, and what opens them."""
         pieces = ZeroShards(checkpoint=self.zero)
+        index = Index(self.layout, pieces)
 
         def compare() -> list[Fault]:
-            mixed = compare_signatures(pieces.signatures, self.folder, states=self._states)
+            for column in self.zero.columns if self.states_alike else ():
+                index.open(column.family, 0)  # whose values stand for all
+            mixed = compare_signatures(pieces.signatures, self.folder, states=self.states_alike)
             return [*mixed, *compare_prints(pieces.prints, self.folder)]
 
         self._pieces = pieces
-        return pieces, Shards(index=Index(self.layout, pieces), compare=compare)
+        return pieces, Shards(index=index, compare=compare)
 
     def replicas(self) -> Index | None:
         copies = {key: at for key, at in self.zero.layout.placements.items() if key.copy}
@@ -169,12 +172,11 @@ class OpenedZero(Checkpoint):
             return False
         return self.shared.get(key.name, key.name) in self.zero.model.trainable
 
-    def unfit(self, key: TensorKey) -> Fault | None:
+    def unfit(self, key: TensorKey) -> Iterator[Fault]:
         if key.name in self.zero.model.quantized:
-            return UnsupportedLayout.fault(key.name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
+            yield UnsupportedLayout.fault(key.name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
         if self.zero.model.lagging and key.kind != WEIGHT:
-            return UnsupportedLayout.fault(str(key), LAGGING, mend="ask for weights alone, in the type that was saved")
-        return None
+            yield UnsupportedLayout.fault(str(key), LAGGING, mend="ask for weights alone, in the type that was saved")
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
         entries = self.zero.model.entries

@@ -70,6 +70,13 @@ class Own:
     value: object
 
 
+def is_state(entry: Entry) -> bool:
+    """Whether it is the optimizer's: a state, or a value of a param group."""
+    if isinstance(entry, Stored):
+        return any(key.kind not in _WEIGHTS for key in entry.sources.values())
+    return isinstance(entry, Single | GroupValue)
+
+
 Entry = Stored | Single | GroupValue | Own
 
 

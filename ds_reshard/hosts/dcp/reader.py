@@ -33,7 +33,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries
+from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
@@ -320,6 +320,7 @@ class Reader(StorageReader):
     def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
         """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""
         shards = self._source.shards()
+        self._source.states_alike = any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
         filling = Filling(shards.index, cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
@@ -336,8 +337,7 @@ class Reader(StorageReader):
                     continue
                 if isinstance(entry, Stored):
                     target = planner.resolve_tensor(item).detach()
-                    unfit = self._source.unfit(entry.source(element_type(target.dtype)))
-                    raise_faults([unfit] if unfit is not None else [], subject=fqn)
+                    faults += self._source.unfit(entry.source(element_type(target.dtype)))
                     filling.add(item, entry, target)
                 elif isinstance(entry, Single) and (tensor := _filled(item, entry, planner)) is not None:
                     filling.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))
@@ -346,7 +346,7 @@ class Reader(StorageReader):
             except Exception as error:
                 faults += as_faults(error, where=fqn)
         faults += self._groups.joined(flattened)
-        return filling, [*faults, *shards.index.faults, *shards.compare()]
+        return filling, [*faults, *shards.compare(), *shards.index.faults]
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
         """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""
