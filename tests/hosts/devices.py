@@ -6,12 +6,23 @@ All ranks share the one device. NCCL refuses two of one node on it, so `NCCL_HOS
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 # A bucket of DeepSpeed's default size takes 1 GB of a device for each rank.
 BUCKETS = {"reduce_bucket_size": 10_000} if DEVICE == "cuda" else {}
 _NODES = {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1", "NCCL_MAX_NCHANNELS": "1"}
+
+
+def device() -> torch.device:
+    """This rank's device, with the number that FSDP wants of a GPU."""
+    import torch
+
+    return torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
 
 
 def environment(rank: int, size: int, port: int) -> dict[str, str]:

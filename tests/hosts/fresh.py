@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from devices import BACKEND, environment
 from gathered import assert_moments, same_bits
 from worlds import server
 
@@ -81,10 +82,10 @@ def _rank(
 ) -> None:
     import torch
 
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.update(environment(rank, size, 0))
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo",
+        BACKEND,
         init_method=f"file://{store}",
         rank=rank,
         world_size=size,

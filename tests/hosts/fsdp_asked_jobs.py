@@ -96,7 +96,6 @@ def _state() -> dict[str, Any]:
 
 def saves(folder: str) -> dict[str, Any]:
     """What this rank is told of saves of each damage, in one folder's subfolders, and of other ways to save."""
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # which accelerate wants, and does not use
     state, told = _state(), dict[str, Any]()
     dcp.save({"other": torch.zeros(3)}, checkpoint_id=f"{folder}/{OTHER}")
     with heard() as lines, ds_reshard.install("fsdp", verify_after_save=True):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch._dynamo  # the first optimizer loads it: once, in the server of `fresh.py`
 import torch.distributed as dist
+from devices import DEVICE, device
 from logs import heard
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, get_state_dict
@@ -85,9 +86,9 @@ def build(
     model.visual.requires_grad_(not frozen)
     if tied:
         model.lm_head.weight = model.embed.weight
-    more = {"device_mesh": init_device_mesh("cpu", (dist.get_world_size(),))} if mesh else {}
+    more = {"device_mesh": init_device_mesh(DEVICE, (dist.get_world_size(),))} if mesh else {}
     wrapped = FullyShardedDataParallel(
-        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig, device_id=torch.device("cpu"), **more
+        model, auto_wrap_policy=ModuleWrapPolicy({Block}), use_orig_params=orig, device_id=device(), **more
     )
     params = [p for p in wrapped.parameters() if every or p.requires_grad]
     return wrapped, torch.optim.AdamW(params, lr=1e-2)
@@ -97,8 +98,8 @@ def train(model: Any, optimizer: Any, *, steps: int = 2, image: bool = True) -> 
     dtype = next(model.parameters()).dtype
     for step in range(steps):
         torch.manual_seed(100 + step + 10 * dist.get_rank())
-        picture = torch.randn(2, 3, 12).to(dtype) if image else None
-        model(torch.randint(0, WORDS, (2, 5)), picture).float().pow(2).mean().backward()
+        picture = torch.randn(2, 3, 12).to(DEVICE, dtype) if image else None
+        model(torch.randint(0, WORDS, (2, 5)).to(DEVICE), picture).float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
@@ -126,7 +127,7 @@ def odd(model: Any, optimizer: Any, kind: str) -> None:
         touch(optimizer)
     for held in optimizer.state.values():
         if kind == "blocks" and held:
-            held["exp_avg"] = torch.zeros(held["exp_avg"].numel() // 4 + 1, dtype=torch.uint8)
+            held["exp_avg"] = torch.zeros(held["exp_avg"].numel() // 4 + 1, dtype=torch.uint8, device=DEVICE)
         if kind == "integers" and held:
             held["exp_avg"] = held["exp_avg"].to(torch.int8)
 
@@ -160,16 +161,16 @@ WAYS = {
 
 
 def whole(value: Any) -> Any:
-    """A tensor as a whole, whichever way it is sharded. Collective."""
+    """A tensor as a whole, in host memory, whichever way it is sharded. Collective."""
     if hasattr(value, "full_tensor"):
-        return value.full_tensor()
+        return value.to(DEVICE).full_tensor().cpu()
     if hasattr(value, "local_shards"):
-        out = torch.empty(value.size(), dtype=value.dtype) if dist.get_rank() == 0 else None
-        value.gather(dst=0, out=out)
+        out = torch.empty(value.size(), dtype=value.dtype, device=DEVICE) if dist.get_rank() == 0 else None
+        value.to(device()).gather(dst=0, out=out)
         box = [out]
         dist.broadcast_object_list(box, src=0)
-        return box[0]
-    return value
+        return box[0].cpu()
+    return value.cpu()
 
 
 def contents(gathered: Any) -> dict[str, dict[str, torch.Tensor]]:

@@ -16,6 +16,7 @@ import numpy
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from devices import DEVICE, device
 from fsdp_jobs import VLM, WORDS, Block, _hooks, build, cast, contents, touch, whole
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -47,8 +48,8 @@ def train(model: Any, optimizer: Any, scheduler: Any, steps: range) -> list[floa
     dtype = next(model.parameters()).dtype
     for step in steps:
         generator = torch.Generator().manual_seed(100 + step)
-        words = torch.randint(0, WORDS, (2, 5), generator=generator)
-        picture = torch.randn(2, 3, 12, generator=generator).to(dtype)
+        words = torch.randint(0, WORDS, (2, 5), generator=generator).to(DEVICE)
+        picture = torch.randn(2, 3, 12, generator=generator).to(DEVICE, dtype)
         loss = model(words, picture).float().pow(2).mean()
         loss.backward()
         optimizer.step()
@@ -113,9 +114,9 @@ def easyr1_load(folder: str, dtype: str) -> dict[str, Any]:
 
 def _fsdp2(seed: int, mesh: Any = None, dtype: str = "float32") -> tuple[Any, Any]:
     torch.manual_seed(seed)
-    model = VLM().to(getattr(torch, dtype))
+    model = VLM().to(DEVICE, getattr(torch, dtype))
     model.visual.requires_grad_(False)
-    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
+    mesh = mesh or init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     for module in model.modules():
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
@@ -194,7 +195,7 @@ def flat_load(folder: str, orig: bool) -> dict[str, Any]:
 
 def _hsdp(fsdp2: bool, seed: int) -> tuple[Any, Any]:
     """Groups of two ranks that hold the same shards, as EasyR1 and verl make them of `fsdp_size=2`."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("ddp", "fsdp"))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size() // 2, 2), mesh_dim_names=("ddp", "fsdp"))
     if fsdp2:
         return _fsdp2(seed, mesh)
     torch.manual_seed(seed)
@@ -202,7 +203,7 @@ def _hsdp(fsdp2: bool, seed: int) -> tuple[Any, Any]:
         VLM(),
         auto_wrap_policy=ModuleWrapPolicy({Block}),
         use_orig_params=True,
-        device_id=torch.device("cpu"),
+        device_id=device(),
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy.HYBRID_SHARD,
     )
@@ -298,14 +299,13 @@ def verified(
 def _covered(kind: str) -> tuple[Any, Any]:
     """A model of which modules are wrapped by more than FSDP2, or of FSDP1 that leaves one out."""
     torch.manual_seed(0)
-    model, mesh = VLM(), init_device_mesh("cpu", (dist.get_world_size(),))
+    model, mesh = VLM().to(DEVICE), init_device_mesh(DEVICE, (dist.get_world_size(),))
     if kind == "ignored":
-        policy, device = ModuleWrapPolicy({Block}), torch.device("cpu")
         model = FullyShardedDataParallel(
             model,
-            auto_wrap_policy=policy,
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
-            device_id=device,
+            device_id=device(),
             device_mesh=mesh,
             ignored_modules=[model.norm],
         )

@@ -55,15 +55,14 @@ def forget_accelerate() -> None:
 
 @contextmanager
 def trainer_on_cpus() -> Iterator[None]:
-    """For a Trainer that is made inside: accelerate joins the ranks that there are, and asks for no accelerator."""
+    """For a Trainer that is made inside: accelerate joins the ranks that there are, and wants no GPU where none is."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
 
     forget_accelerate()
-    backend, PartialState._prepare_backend = (
-        PartialState._prepare_backend,
-        lambda *_, **__: ("gloo", DistributedType.NO),
-    )
+    backend = PartialState._prepare_backend
+    if DEVICE == "cpu":
+        PartialState._prepare_backend = lambda *_, **__: ("gloo", DistributedType.NO)
     try:
         yield
     finally:

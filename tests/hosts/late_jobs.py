@@ -15,6 +15,7 @@ from typing import Any
 import jobs
 import torch
 from cases import GLOBAL_BATCH, Model
+from devices import BACKEND
 from logs import heard
 from torch.optim import lr_scheduler as lrs
 
@@ -129,7 +130,7 @@ def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any)
     jobs.forget_accelerate()
     _let_old_releases_run()
     plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if backend else []
+    handlers = [InitProcessGroupKwargs(backend=BACKEND)] if backend else []
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **kwargs)
 
 
