@@ -145,11 +145,17 @@ def shard_of(path: str, name: str, value: object) -> TensorShard | None:
 
 
 def _mesh_sizes(mesh: Mapping[object, object]) -> tuple[int, ...] | None:
-    """The sizes of a mesh's dimensions, by its layout (torch 2.13), else the tensor of its ranks; None if neither."""
-    axes = _state(mesh.get("_layout")).get("axes")
+    """The sizes of a mesh's dimensions, by its layout, else the tensor of its ranks; None if neither is known.
+
+    `_MeshLayout` of torch/distributed/_mesh_layout.py: one of each axis in 2.13, one shape up to 2.12.
+    """
+    layout = _state(mesh.get("_layout"))
+    axes, shape = layout.get("axes"), layout.get("shape")
     if isinstance(axes, tuple):
         shapes = [_state(axis).get("shape") for axis in axes]
         return tuple(prod(shape) for shape in shapes if isinstance(shape, tuple))
+    if isinstance(shape, tuple) and all(isinstance(size, int) for size in shape):
+        return shape
     ranks = mesh.get("mesh")
     return ranks.shape if isinstance(ranks, TensorRecord) else None
 

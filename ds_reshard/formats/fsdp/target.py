@@ -342,21 +342,23 @@ class Meshes:
         if "shape" not in layout.state:
             return replace(layout, state={name: self._resized(value) for name, value in layout.state.items()})
         flat = layout.callable.name == "_FlatLayout"
-        if layout.state != _axis(self.saved_size, flat=flat) or (not flat and 1 in (self.saved_size, self.size)):
+        if layout.state != _axis(self.saved_size, flat=flat):
             self._refuse(f"a mesh of the layout {layout.state}")
         return replace(layout, state=_axis(self.size, flat=flat))
 
     def _regrouped(self, layout: object, shards: int) -> object:
-        """The layout of a mesh of HSDP, as torch 2.13 keeps it: groups of `shards` ranks, one after another."""
+        """The layout of a mesh of HSDP, as torch keeps it since 2.10: groups of `shards` ranks, one after another."""
         state = layout.state if isinstance(layout, ObjectRecord) and isinstance(layout.state, dict) else {}
-        axes = state.get("axes")
+        axes, groups = state.get("axes"), self.size // shards
+        if isinstance(layout, ObjectRecord) and state == _grid(self.saved_size // shards, shards):
+            return replace(layout, state=_grid(groups, shards))
         if not isinstance(layout, ObjectRecord) or not isinstance(axes, tuple):
             self._refuse("a mesh of two dimensions")
         found = [axis.state for axis in axes if isinstance(axis, ObjectRecord)]
         expected = [_part(self.saved_size // shards, shards), _part(shards, 1)]
         if found != expected or shards == 1:
             self._refuse(f"a mesh of the layout {found}")
-        first = replace(axes[0], state=_part(self.size // shards, shards))
+        first = replace(axes[0], state=_part(groups, shards))
         return replace(layout, state={**state, "axes": (first, *axes[1:])})
 
     def _group_names(self, saved: object, shards: int) -> list[str]:
@@ -389,6 +391,11 @@ def _axis(size: int, *, flat: bool) -> dict[object, object]:
 
 def _part(size: int, stride: int) -> dict[object, object]:
     return {"shape": (size,), "stride": (stride,)}
+
+
+def _grid(groups: int, shards: int) -> dict[object, object]:
+    """The layout of two dimensions up to torch 2.12."""
+    return {"shape": (groups, shards), "stride": (shards, 1)}
 
 
 def _is_device(value: object) -> bool:
