@@ -36,7 +36,7 @@ def filled(folder: str, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     for case, (mesh, placements) in cases.items():
         tensor = distribute_tensor(torch.zeros(shape), mesh, placements)
         _loaded(folder, {name: tensor})
-        told[case] = tensor.full_tensor() if mesh.get_coordinate() is not None else None
+        told[case] = tensor.full_tensor().cpu() if mesh.get_coordinate() is not None else None
     return told
 
 

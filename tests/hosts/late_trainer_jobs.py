@@ -101,6 +101,7 @@ def run(
                 deepspeed=_config(mode, stage, policy or {}),
                 remove_unused_columns=False,
                 save_only_model=False,
+                dataloader_pin_memory=False,
             )
             torch.manual_seed(7)
             tokens, labels = jobs.batch(0, 0, 1)
