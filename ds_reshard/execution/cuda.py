@@ -3,7 +3,8 @@
 Each of `threads` threads takes the next chunk of the plan and a slot of a ring of pinned memory, and reads the chunk's
 bytes into the slot and sums them there. It gives the device two pieces of work: the copy to the slot's scratch memory
 on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
-says when the slot is free again. So one chunk is read while another is copied and a third is dealt out.
+says when the slot is free again. So one chunk is read while another is copied and a third is dealt out. A chunk of few
+pieces that are neither cut nor cast is dealt out from pinned memory: to give a device work takes as long as a read.
 
 Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
 """
@@ -14,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -24,7 +26,7 @@ from ds_reshard.containers.positioned import read_into
 from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
-from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering
+from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering, straight
 from ds_reshard.execution.threads import OpenFiles, Seen, ThreadExecutor
 from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Plan
@@ -313,6 +315,7 @@ class _Load:
         runs = [run for run in chunk.runs if self._read(run, slot.memory)]
         shown = self._show(runs, slot)
         how = scattering(runs, chunk.nbytes, self._tensors, INDEX_NUMEL)
+        source = slot.pinned if shown is None and straight(how, self._tensors) else slot.scratch
         rows = len(how.table[0])
         behind = -(-chunk.nbytes // _UNIT) * _UNIT
         nbytes = behind + ROW_NBYTES * rows if rows else chunk.nbytes
@@ -321,23 +324,25 @@ class _Load:
         table = slot.scratch[behind : behind + ROW_NBYTES * rows].view(torch.int64).view(3, rows)
         with self._giving:
             try:
-                self._copying.run(lambda: _copy(slot, nbytes))
-                self._dealing.wait(self._copying.record())
+                if source is slot.scratch:
+                    self._copying.run(lambda: _copy(slot, nbytes))
+                    self._dealing.wait(self._copying.record())
                 try:
-                    self._dealing.run(lambda: deal(slot.scratch, how, table, self._tensors))
+                    self._dealing.run(lambda: deal(source, how, table, self._tensors))
                 except torch.cuda.OutOfMemoryError:
                     self._dealing.record().synchronize()
                     self._executor.device.give_back()
                     smaller = scattering(runs, chunk.nbytes, self._tensors, _SCARCE_NUMEL)
-                    self._dealing.run(lambda: deal(slot.scratch, smaller, table, self._tensors))
-                self._dealing.run(shown)
+                    self._dealing.run(lambda: deal(source, smaller, table, self._tensors))
+                if shown is not None:
+                    self._dealing.run(shown)
                 slot.used = chunk, self._dealing.record()
             except RuntimeError as error:
                 return device_failed(chunk, error)
         return None
 
-    def _show(self, runs: list[Run], slot: Slot) -> Callable[[], None]:
-        """Tell `saw` of small copies, and return what tells `saw_there` of the others, once they are on the device.
+    def _show(self, runs: list[Run], slot: Slot) -> Callable[[], None] | None:
+        """Tell `saw` of small copies, and return what tells `saw_there` of others, if any, once they are on the device.
 
         What is cast is shown there whatever its size: the NaN of a cast has other bits on a GPU than on the host.
         """
@@ -350,11 +355,10 @@ class _Load:
         if saw is not None and small:
             saw([copy for copy, _ in small], [slot.memory[at : at + copy.nbytes] for copy, at in small])
 
-        def tell() -> None:
-            if there is not None and others:
-                there([copy for copy, _ in others], [slot.scratch[at : at + copy.nbytes] for copy, at in others])
+        def tell(there: SawThere) -> None:
+            there([copy for copy, _ in others], [slot.scratch[at : at + copy.nbytes] for copy, at in others])
 
-        return tell
+        return partial(tell, there) if there is not None and others else None
 
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""

@@ -261,10 +261,20 @@ def _stacked(alike: list[Block]) -> Block:
     )
 
 
+def straight(how: Scattering, targets: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a chunk is dealt out by plain copies alone, as pinned memory can be: nothing is cast, or goes by rows."""
+    return all(
+        not scatter.portions
+        and targets[scatter.buffer].dtype == torch_dtype(scatter.dtype)
+        and all(len(block.sizes) == 1 for block in scatter.blocks)
+        for scatter in how.scatters
+    )
+
+
 def deal(chunk: torch.Tensor, how: Scattering, table: torch.Tensor, targets: Mapping[str, torch.Tensor]) -> None:
     """Put the bytes of a chunk into flat tensors; `table` is the scattering's own, where the chunk lies.
 
-    Elements of one type keep their bits; others are cast as torch casts.
+    Elements of one type keep their bits; others are cast as torch casts. Pinned memory is not waited for.
     """
     for scatter in how.scatters:
         target = targets[scatter.buffer]
@@ -289,7 +299,7 @@ def _by_steps(chunk: torch.Tensor, block: Block, target: torch.Tensor, dtype: El
             (source, block.source_steps, block.source),
         )
     )
-    into.copy_(out_of)
+    into.copy_(out_of, non_blocking=True)
 
 
 def _as_units(tensor: torch.Tensor, unit_nbytes: int) -> torch.Tensor:

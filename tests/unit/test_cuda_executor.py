@@ -295,6 +295,20 @@ def test_what_was_read_is_shown_once(tmp_path, numel, to, there):
     assert torch.equal(seen, saved) and kinds == {"here"}
 
 
+@pytest.mark.parametrize(("to", "shown"), [(FP32, False), (FP32, True), (BF16, False)], ids=str)
+def test_only_what_is_cast_or_shown_there_goes_through_scratch_memory(tmp_path, monkeypatch, to, shown):
+    """Whole pieces are dealt out from pinned memory itself; rows without a pattern and casts are not."""
+    saved, record = saved_floats(tmp_path, 300_000)
+    target = TensorTarget(torch.zeros(300_000, dtype=getattr(torch, to.label)))
+    brought, bring = [], cuda._copy
+    monkeypatch.setattr(cuda, "_copy", lambda slot, nbytes: (brought.append(nbytes), bring(slot, nbytes)))
+    saw_there = (lambda parts, tensors: None) if shown else None
+    plan = Plan(copies=(copy(record, 0, 300_000, 0, to=to),))
+    assert loaded(plan, target, memory_nbytes=8 << 20, saw_there=saw_there).faults == []
+    assert bool(brought) == (shown or to is BF16)
+    assert torch.equal(target.tensor, saved.to(target.tensor.dtype))
+
+
 def rows_of(record, rows, numel, source_step, target_step, *, first=0, at=0, **given):
     return [copy(record, first + i * source_step, numel, at + i * target_step, **given) for i in range(rows)]
 
