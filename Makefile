@@ -128,8 +128,9 @@ bench: venv
 GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py \
 	tests/hosts/test_one_rank.py
 GPU_HOSTS := $(patsubst %,tests/hosts/%.py,test_matrix test_proved test_device test_universal test_dcp_reader test_grid \
-	test_other_adams test_builder test_resume test_bad_input test_ranks_differ megatron/test_megatron_load \
-	megatron/test_megatron_load_runs)
+	test_other_adams test_builder test_resume test_bad_input test_ranks_differ test_dcp_mesh test_fsdp_gather \
+	test_fsdp_folders test_fsdp_convert test_fsdp_flat test_fsdp_asked test_verify_saved test_resume_accelerate \
+	test_resume_trainer test_late_trainer megatron/test_megatron_load megatron/test_megatron_load_runs)
 GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging \
 	pygments hjson pydantic pydantic_core annotated-types typing-inspection omegaconf rich markdown-it-py mdurl
 GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64

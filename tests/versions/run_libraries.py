@@ -51,7 +51,7 @@ LIBRARIES = {
         tuple(f"hosts/test_{name}.py" for name in ("preflight_trainer", "resume_trainer", "late_trainer")),
     ),
     "torch": Library(
-        ("2.10.0", "2.13.0", "2.14.1"),
+        ("2.10.0", "2.11.0", "2.13.0", "2.14.1"),
         tuple(
             str(path.relative_to(ROOT / "tests"))
             for folder in ("formats", "hosts")
