@@ -68,7 +68,7 @@ def convert_listing(
     source = repaired(open_checkpoint(found)) if asked.repair else open_checkpoint(found)
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
-    sizes = _sizes(target)
+    planned, sizes = _planned(target)
     raise_faults(_unnamed(target), subject=f"converting {source.folder}")
     refuse_places(path, out, sum(sizes.values()))
     told = 3 if is_url(path) else 2  # the number of a file on a disk may be another when that is mounted again
@@ -82,7 +82,7 @@ def convert_listing(
         **target.basis,
     }
     subject = f"converting {source.folder}"
-    work = _Work(source, target, _workspace(out, what, target, options), options, sizes)
+    work = _Work(source, target, _workspace(out, what, target, options), options, sizes, planned)
 
     def write() -> _Done:
         work.write_all(units, progress)
@@ -120,13 +120,15 @@ def _unnamed(target: Target) -> Iterator[Fault]:
 
 
 @uncollected()
-def _sizes(target: Target) -> dict[str, int]:
-    """About how many bytes each unit takes: those of one family differ by little."""
+def _planned(target: Target) -> tuple[dict[str, list[FilePlan]], dict[str, int]]:
+    """The archives of the first unit of each family, and about how many bytes each unit takes: as many as that."""
+    planned: dict[str, list[FilePlan]] = {}
     of_family: dict[str, int] = {}
     for unit in target.units:
         if unit.family not in of_family:
-            of_family[unit.family] = sum(archive_of(file).nbytes for file in unit.files)
-    return {unit.name: of_family[unit.family] for unit in target.units}
+            planned[unit.name] = [archive_of(file) for file in unit.files]
+            of_family[unit.family] = sum(archive.nbytes for archive in planned[unit.name])
+    return planned, {unit.name: of_family[unit.family] for unit in target.units}
 
 
 def _workspace(out: str, what: Mapping[str, object], target: Target, options: Options) -> Workspace:
@@ -178,13 +180,19 @@ class _Work:
     """One process's share of a conversion, or one rank's; the first of several opens the workspace and ends it."""
 
     def __init__(
-        self, source: Checkpoint, target: Target, workspace: Workspace, options: Options, sizes: Mapping[str, int]
+        self,
+        source: Checkpoint,
+        target: Target,
+        workspace: Workspace,
+        options: Options,
+        sizes: Mapping[str, int],
+        planned: dict[str, list[FilePlan]],
     ) -> None:
         self.done = _Done()
         self._source = source
         self._target = target
         self._workspace = workspace
-        self._sizes = sizes
+        self._sizes, self._planned = sizes, planned
         self._units = Units(source, target)
         self._sends = isinstance(workspace, StoreWorkspace)
         self._options = options
@@ -308,7 +316,7 @@ class _Work:
 
     def _write(self, unit: Unit, at_once: int) -> None:
         """Write a unit's files, and have them brought where they last, and noted."""
-        archives = [archive_of(file) for file in unit.files]
+        archives = self._planned.pop(unit.name, None) or [archive_of(file) for file in unit.files]
         made, targets = self._files(unit, archives)
         witness = Witness(self._source.index, self._units.wanted(unit.family), unit.shard)
 
