@@ -14,7 +14,9 @@ import pytest
 import torch
 
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
-from ds_reshard.formats.fsdp.checkpoint import open_fsdp
+from ds_reshard.formats.fsdp.checkpoint import _mesh_sizes, open_fsdp
+from ds_reshard.formats.fsdp.target import Meshes
+from ds_reshard.model.records import GlobalName, ObjectRecord
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 WEIGHTS = {"a.weight": torch.arange(6.0).view(2, 3), "b.weight": torch.ones(4)}
@@ -266,3 +268,18 @@ def test_what_lies_beside_the_ranks_files_is_copied_or_named(tmp_path: Path) -> 
     assert done.notes == ("left out, as nothing here reads them: lora_adapter, lora_train_meta.json",)
     assert all((out / name).is_file() for name in kept) and verify(str(out)).clean
     assert convert(str(out), str(tmp_path / "again"), to="fsdp", dp=1).notes == ()
+
+
+def layout(**state: object) -> ObjectRecord:
+    return ObjectRecord(callable=GlobalName(module="torch.distributed._mesh_layout", name="_MeshLayout"), state=state)
+
+
+def test_meshes_of_torch_up_to_2_12_have_one_shape() -> None:
+    """Synthetic, as torch 2.11.0 was seen to keep them; tests/versions has the files of the real one."""
+    one, pairs = layout(shape=(1,), stride=(1,)), layout(shape=(2, 2), stride=(2, 1))
+    assert (_mesh_sizes({"_layout": one}), _mesh_sizes({"_layout": pairs})) == ((1,), (2, 2))
+    assert Meshes("a", saved_size=1, rank=0, size=3)._resized(one).state == {"shape": (3,), "stride": (1,)}
+    grown = Meshes("a", saved_size=4, rank=0, size=6, shards=2)._regrouped(pairs, 2)
+    assert grown.state == {"shape": (3, 2), "stride": (2, 1)}
+    with pytest.raises(UnsupportedLayout, match="a mesh of two dimensions"):
+        Meshes("a", saved_size=4, rank=0, size=6, shards=2)._regrouped(layout(shape=(2, 2), stride=(1, 2)), 2)
