@@ -55,7 +55,8 @@ class Checkpoint(ABC):
     pipeline and expert parallelism, None where no file tells. `masters_are_cast` is true where a framework saves
     each weight as the cast of its fp32 master, and where the files do not say more surely which parameter a state
     is of: that is then looked at before states are used, and `unproved_mend` says what to do where it is not so.
-    `states_alike` is whether what each rank's optimizer may keep for itself is compared, as who uses states needs it.
+    `states_alike` is whether what each rank's optimizer may keep for itself is compared, steps apart, as who uses
+    states needs it: whoever does not sets it to False.
 
     `module` is the model's entries as they were saved, `scaling` values of the optimizer that some layouts have,
     `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared,
@@ -209,7 +210,6 @@ class Surveyed:
     further: Sequence[Fault] = ()
 
 
-Opener = Callable[[Listing, bool], Checkpoint]
 Writer = Callable[[Content, Asked, "Checkpoint | None", Sequence[Fault]], Target]
 
 
@@ -217,18 +217,17 @@ Writer = Callable[[Content, Asked, "Checkpoint | None", Sequence[Fault]], Target
 class Format:
     """One format: a folder of `formats/`, and one line in the table of `operations/formats.py`.
 
-    `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens them
-    (without scalar states of ranks other than steps where its second argument is False). `describe` says all that they
-    tell, where a format knows more than a Checkpoint does; `survey` collects what is wrong. `writes` has, by the name
-    that `--to` takes, what makes a target of any content; it raises the faults that it is given with its own. `sized`
-    are those that take a data-parallel size. `in_parts` is true where a part of a conversion needs only its shards.
-    `latest` are the files that name the last of several checkpoints, each with the folder that is meant by what it
-    says.
+    `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens
+    them. `describe` says all that they tell, where a format knows more than a Checkpoint does; `survey` collects what
+    is wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises the faults that
+    it is given with its own. `sized` are those that take a data-parallel size. `in_parts` is true where a part of a
+    conversion needs only its shards. `latest` are the files that name the last of several checkpoints, each with the
+    folder that is meant by what it says.
     """
 
     name: str
     list: Callable[[str], Listing | None]
-    open: Opener
+    open: Callable[[Listing], Checkpoint]
     describe: Callable[[Listing], Inspection] | None = None
     survey: Callable[[Listing], Surveyed] = lambda listing: Surveyed()
     writes: Mapping[str, Writer] = field(default_factory=dict)

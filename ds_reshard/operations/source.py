@@ -57,10 +57,11 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         open_ahead(found)
     with in_force(rules_in_force()):  # one list of what was read, and is not scanned again
         try:
-            checkpoint = found.format.open(found.listing, states)
+            checkpoint = found.format.open(found.listing)
         except CheckpointDamaged as error:
             raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
             raise
+        checkpoint.states_alike = states
         if not whole:
             return checkpoint
         checkpoint.open_all()

@@ -40,7 +40,7 @@ _WRITES = ("dcp", "accelerate")
 DCP = Format(
     name="torch.distributed.checkpoint",
     list=lambda folder: list_dcp(folder) if is_dcp(folder) else None,
-    open=lambda listing, states: OpenedDcp(open_dcp(listing.folder), listing.nbytes),
+    open=lambda listing: OpenedDcp(open_dcp(listing.folder), listing.nbytes),
     writes=dict.fromkeys(_WRITES, _write),
     sized=frozenset(_WRITES),
 )

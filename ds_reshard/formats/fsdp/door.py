@@ -48,7 +48,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 FSDP = Format(
     name="files of FSDP ranks",
     list=lambda folder: list_fsdp(folder) if is_fsdp(folder) else None,
-    open=lambda listing, states: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
+    open=lambda listing: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
     survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
     writes={TO: _write},
     sized=frozenset({TO}),

@@ -215,7 +215,7 @@ def _open(folder: str) -> TorchDist | TorchFormat:
 MEGATRON = Format(
     name="Megatron-LM",
     list=_list,
-    open=lambda listing, states: OpenedMegatron(_open(listing.folder), listing.nbytes),
+    open=lambda listing: OpenedMegatron(_open(listing.folder), listing.nbytes),
     writes=dict.fromkeys(WRITES, _write),
     sized=frozenset(WRITES),
     latest={TRACKER: iteration_name},

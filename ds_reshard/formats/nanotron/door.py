@@ -180,7 +180,7 @@ def _nanotron(listing: Listing) -> NanotronListing:
 NANOTRON = Format(
     name="nanotron",
     list=lambda folder: read_listing(folder) if is_nanotron(folder) else None,
-    open=lambda listing, states: OpenedNanotron(_nanotron(listing)),
+    open=lambda listing: OpenedNanotron(_nanotron(listing)),
     describe=_describe,
     survey=lambda listing: Surveyed(faults=tuple(try_open(_nanotron(listing)).faults)),
     writes={TO: _write},

@@ -115,6 +115,6 @@ def _left_out(content: Content) -> Iterator[str]:
 PYTORCH = Format(
     name="plain PyTorch",
     list=list_pytorch,
-    open=lambda listing, states: OpenedPytorch(open_pytorch(listing.folder), listing.nbytes),
+    open=lambda listing: OpenedPytorch(open_pytorch(listing.folder), listing.nbytes),
     writes={TO: _write},
 )

@@ -42,17 +42,14 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 class OpenedZero(Checkpoint):
-    """A checkpoint of DeepSpeed; `states=False` passes over what its optimizer may keep per rank, steps apart."""
-
     framework = "DeepSpeed"
 
-    def __init__(self, listing: Listing, *, states: bool = True) -> None:
+    def __init__(self, listing: Listing) -> None:
         self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
         if zero.rows and zero.stage == 0:
             raise_faults([stage0_of_rows(listing, zero.grid)], subject=f"checkpoint {listing.folder}")
         if listing.places:
             raise_faults([stage0_of_places(zero)], subject=f"checkpoint {listing.folder}")
-        self.states_alike = states
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
         self.unproved_mend = "restore all files of one save, or load another tag"
@@ -466,7 +463,7 @@ WRITES = (*FORMATS, UNIVERSAL, *WEIGHTS)
 ZERO = Format(
     name="DeepSpeed",
     list=_list,
-    open=lambda listing, states: OpenedZero(_zero(listing), states=states),
+    open=lambda listing: OpenedZero(_zero(listing)),
     describe=_describe,
     survey=_survey,
     writes=dict.fromkeys(WRITES, _write),

@@ -256,7 +256,7 @@ class Reader(StorageReader):
     @uncollected()
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
-        self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), states=False, whole=False)
+        self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), whole=False)
         if self._group is None or self._group.rank() == 0:
             prove(self._source)  # all ranks are told what one finds
             for note in self._source.notes:
