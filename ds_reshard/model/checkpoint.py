@@ -245,8 +245,8 @@ class SavedState(ABC):
 
     `beside` are the tensors that are neither the model's nor the optimizer's, by their names in the layout, with the
     keys that lead to them; `objects` are the values beside the tensors and the optimizer, by the keys that lead to
-    them. `ranks` is the number of processes that saved it, None where no file tells; `notes` say what is in no layout.
-    Weights of an optimizer's parameters are its masters.
+    them. `ranks` is the number of processes that saved it, None where no file tells; `notes` say what is in no layout,
+    `left_out` which files are in no content. Weights of an optimizer's parameters are its masters.
     """
 
     folder: str
@@ -256,6 +256,7 @@ class SavedState(ABC):
     beside: Mapping[str, Path] = field(default_factory=dict)
     ranks: int | None = None
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     @abstractmethod
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
@@ -306,7 +307,7 @@ class SavedCheckpoint(Checkpoint):
         return Shards(index=Index(self.layout, self.state))
 
     def uncompared(self, name: str) -> Iterator[str]:
-        yield from (f"{name}: {note}" for note in self.notes)
+        yield from (f"{name}: {note}" for note in (*self.notes, *self.state.left_out))
 
     def unstored(self, key: TensorKey) -> bool:
         return key.kind == WEIGHT and self.master(key.name) is not None
@@ -351,8 +352,8 @@ class SavedCheckpoint(Checkpoint):
         return replace(content, schedule=schedule_of(content.entries.get(SCHEDULER), groups))
 
     def left_out(self) -> tuple[str, ...]:
-        """Files that are in no content."""
-        return ()
+        """What is in no content."""
+        return self.state.left_out
 
     def _whole(self) -> Iterator[tuple[str, TensorRecord]]:
         """Weights without states that lie in one piece, as what torch would have saved of each."""

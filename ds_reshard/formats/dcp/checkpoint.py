@@ -94,6 +94,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         beside=dict(_beside(directory)),
         chunks=chunks,
         notes=tuple(_notes(directory)),
+        left_out=tuple(_left_out(folder)),
     )
 
 
@@ -137,6 +138,14 @@ def _notes(directory: Directory) -> Iterator[str]:
             "is of Megatron-LM's format torch_dcp or fsdp_dtensor, whose optimizer states are not read as parameters' "
             "own: load it with Megatron-LM, and save it with --ckpt-format torch_dist"
         )
+
+
+def _left_out(folder: str) -> Iterator[str]:
+    """accelerate's further models, its scheduler, and what `save_state` and a Trainer put there."""
+    known = {METADATA, "ds_reshard.json", *_parts(folder)}
+    names = [name for name in folders.names(folder) if name not in known and not name.endswith(".distcp")]
+    if names:
+        yield f"left out, as nothing here reads them: {', '.join(names)}"
 
 
 def _parts(folder: str) -> list[str]:

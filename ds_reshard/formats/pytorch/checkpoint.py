@@ -67,7 +67,6 @@ class PytorchCheckpoint(SavedState):
     """Everything by name; a family of shards is one file, which has one shard."""
 
     extents: Mapping[str, Mapping[str, Extent]]
-    left_out: tuple[str, ...] = ()
     ranks: int | None = 1
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:

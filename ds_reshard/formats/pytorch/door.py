@@ -7,7 +7,7 @@ from functools import partial
 
 from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, PytorchCheckpoint, list_pytorch, open_pytorch
+from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
 from ds_reshard.model.facts import ScalarTensor
@@ -17,16 +17,6 @@ from ds_reshard.model.region import Box
 from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 TO = "pytorch"
-
-
-class OpenedPytorch(SavedCheckpoint):
-    def left_out(self) -> tuple[str, ...]:
-        assert isinstance(self.state, PytorchCheckpoint)
-        return self.state.left_out
-
-    def uncompared(self, name: str) -> Iterator[str]:
-        yield from super().uncompared(name)
-        yield from (f"{name}: {told}" for told in self.left_out())
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
@@ -115,6 +105,6 @@ def _left_out(content: Content) -> Iterator[str]:
 PYTORCH = Format(
     name="plain PyTorch",
     list=list_pytorch,
-    open=lambda listing: OpenedPytorch(open_pytorch(listing.folder), listing.nbytes),
+    open=lambda listing: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
     writes={TO: _write},
 )
