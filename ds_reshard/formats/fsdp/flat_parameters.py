@@ -127,7 +127,7 @@ class FlatOrder:
             tiles = []
             for rank in range(ranks):
                 region, at = _region(unit, name, rank, ranks), 0
-                for part in boxes(region) if region.numel else ():
+                for part in boxes(region):
                     tiles.append(place(cut=Cut(chunk=part.numel, first=rank, origin=at), box=part))
                     at += part.numel
             yield place(cut=Cut(chunk=max(1, box.numel)), box=box, tiles=tuple(tiles))

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Region, boxes
 
 _ALIGNMENT, _BUCKET_ALIGNMENT, _FAST_ALIGNMENT = 64, 128, 1 << 16
 _LEAST_BUCKET, _LEAST_PER_RANK = 40_000_000, 1_000_000
@@ -95,27 +95,7 @@ def shards_of(arguments: Mapping[str, object]) -> int:
 
 def boxes_between(box: Box, start: int, stop: int) -> Iterator[tuple[int, Box]]:
     """Elements [start, stop) of a box, row-major, as boxes: each with the element of it at which it begins."""
-    if not 0 <= start < stop <= box.numel:
-        return
-    if (start, stop) == (0, box.numel):
-        yield 0, box
-        return
-    row = box.numel // box.size[0]
-    first, last = -(-start // row), stop // row
-    if first > last:  # inside one row
-        yield from _in_row(box, first - 1, row, start, stop)
-        return
-    if start < first * row:
-        yield from _in_row(box, first - 1, row, start, min(stop, first * row))
-    if first < last:
-        offset, size = (box.offset[0] + first, *box.offset[1:]), (last - first, *box.size[1:])
-        yield first * row, Box(offset=offset, size=size)
-    if last * row < stop and last >= first:
-        yield from _in_row(box, last, row, last * row, stop)
-
-
-def _in_row(box: Box, number: int, row: int, start: int, stop: int) -> Iterator[tuple[int, Box]]:
-    """A part of one row, which has a dimension less."""
-    inner, before = Box(offset=box.offset[1:], size=box.size[1:]), number * row
-    for at, part in boxes_between(inner, start - before, stop - before):
-        yield before + at, Box(offset=(box.offset[0] + number, *part.offset), size=(1, *part.size))
+    at = start
+    for part in boxes(Region(box=box, start=start, stop=stop)):
+        yield at, part
+        at += part.numel
