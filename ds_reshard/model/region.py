@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import product
 from math import prod
+from operator import add, mul
 from typing import NamedTuple
 
 
@@ -148,6 +150,38 @@ def box_region(shape: tuple[int, ...], box: Box) -> Region:
     for size, offset in zip(shape, box.offset, strict=True):
         start = start * size + offset
     return Region(box=Box.whole(shape), start=start, stop=start + box.numel)
+
+
+class Part(NamedTuple):
+    """A box of a whole tensor that lies row-major in one shard of it, from the shard's element `at` on."""
+
+    box: Box
+    at: int
+
+
+def parts_of(whole: Box, inside: Box, shard: tuple[int, ...]) -> Iterator[Part]:
+    """The parts of a box of a tensor that lie together in a shard of this shape, in which it is the box `inside`.
+
+    That is all of it, or a part for each index along the axes before the last one of which the shard has more.
+    """
+    last = max((axis for axis, size in enumerate(shard) if size != inside.size[axis]), default=0)
+    steps = [prod(shard[axis + 1 :]) for axis in range(len(shard))]
+    first, size = sum(map(mul, inside.offset, steps)), (*(1,) * last, *whole.size[last:])
+    for index in product(*map(range, whole.size[:last])) if whole.numel else ():
+        offset = (*map(add, whole.offset, index), *whole.offset[last:])
+        yield Part(Box(offset=offset, size=size), first + sum(map(mul, index, steps)))
+
+
+def regions_of(shape: tuple[int, ...], parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Region, int]]:
+    """Elements [start, stop) of a shard of these parts as regions of a tensor of this shape.
+
+    Each with its first element's place from `start` on.
+    """
+    for box, at in parts:
+        first, last = max(at, start), min(at + box.numel, stop)
+        if first < last:
+            whole = last - first == box.numel
+            yield box_region(shape, box) if whole else Region(box=box, start=first - at, stop=last - at), first - start
 
 
 def boxes(region: Region) -> Iterator[Box]:

@@ -10,10 +10,9 @@ with None for what is not said. With numpy 2 sizes read "np.int64(16)".
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import product
 from math import prod
 
 from ds_reshard.containers.safetensors import read_header
@@ -21,7 +20,7 @@ from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Part, parts_of
 
 Shape = tuple[int, ...]
 Slice = tuple[int | None, int | None]
@@ -37,14 +36,6 @@ class SlicesPair:
 
     def __str__(self) -> str:
         return "#".join("|".join(f"{start},{stop},None" for start, stop in side) for side in (self.local, self.whole))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tile:
-    """A box of the parameter whose elements lie together in a shard, from `element_offset` on."""
-
-    box: Box
-    element_offset: int
 
 
 def parse_shape(text: str) -> Shape:
@@ -73,21 +64,21 @@ def _slice(text: str) -> Slice:
     return start, stop
 
 
-def tiles_of(pairs: Sequence[SlicesPair], local: Shape, whole: Shape) -> list[Tile]:
+def tiles_of(pairs: Sequence[SlicesPair], local: Shape, whole: Shape) -> list[Part]:
     """The boxes that a shard of shape `local` holds of a parameter of shape `whole`, in the order of its storage.
 
     Raises ValueError unless the pairs cover the shard, each element once, and lie inside the parameter.
     """
-    tiles: list[Tile] = []
+    tiles: list[Part] = []
     for pair in pairs if prod(local) else ():
         inner, outer = _box(pair.local, local), _box(pair.whole, whole)
         if inner.size != outer.size:
             raise ValueError(f"{pair} pairs {inner.size} with {outer.size} elements")
-        tiles += _in_rows(inner, outer, local)
-    tiles.sort(key=lambda tile: tile.element_offset)
+        tiles += parts_of(outer, inner, local)
+    tiles.sort(key=lambda tile: tile.at)
     at = 0
     for tile in tiles:
-        if tile.element_offset != at:
+        if tile.at != at:
             raise ValueError(f"element {at} of the shard is in no pair, or in two")
         at += tile.box.numel
     if at != prod(local):
@@ -102,19 +93,6 @@ def _box(slices: Sequence[Slice], shape: Shape) -> Box:
     if any(not 0 <= start <= stop <= n for (start, stop), n in zip(edges, shape, strict=True)):
         raise ValueError(f"slices {edges} leave a tensor of shape {list(shape)}")
     return Box(offset=tuple(start for start, _ in edges), size=tuple(stop - start for start, stop in edges))
-
-
-def _in_rows(inner: Box, outer: Box, local: Shape) -> Iterator[Tile]:
-    """The parts of `outer` that lie together in the shard: all of it where only the first dimension is cut."""
-    cut = [axis for axis in range(len(local)) if inner.size[axis] != local[axis]]
-    last = cut[-1] if cut else 0
-    for index in product(*(range(size) for size in inner.size[:last])):
-        size = (*(1 for _ in index), *inner.size[last:])
-        first = tuple(at + i for at, i in zip(inner.offset, (*index, *(0 for _ in inner.size[last:])), strict=True))
-        offset = tuple(at + i for at, i in zip(outer.offset, (*index, *(0 for _ in inner.size[last:])), strict=True))
-        element_offset = sum(i * prod(local[axis + 1 :]) for axis, i in enumerate(first))
-        if prod(size):
-            yield Tile(box=Box(offset=offset, size=size), element_offset=element_offset)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,15 +174,15 @@ class Parameter:
     dtype: ElementType
     files: Mapping[int, TensorRecord]
     pairs: tuple[tuple[SlicesPair, ...], ...] = ()
-    tiles: tuple[tuple[Tile, ...], ...] = ()
+    tiles: tuple[tuple[Part, ...], ...] = ()
 
     @property
     def sharded(self) -> bool:
         return bool(self.pairs)
 
-    def tiles_at(self, tp: int) -> Sequence[Tile]:
+    def tiles_at(self, tp: int) -> Sequence[Part]:
         """The boxes that a tensor-parallel rank holds: all of a parameter that is not sharded."""
-        return self.tiles[tp] if self.sharded else (Tile(box=Box.whole(self.shape), element_offset=0),)
+        return self.tiles[tp] if self.sharded else (Part(Box.whole(self.shape), 0),)
 
     def local_numel(self, tp: int) -> int:
         return self.files[tp if self.sharded else 0].numel
@@ -236,7 +214,7 @@ def place(
     key, shape = TensorKey(name=parameter.name, kind=kind, copy=copy), parameter.shape
     placed = partial(Placement, key=key, shape=shape, dtype=dtype, family=family, buffer=buffer)
     tiles = tuple(
-        placed(box=tile.box, cut=cut._replace(phase=tile.element_offset))
+        placed(box=tile.box, cut=cut._replace(phase=tile.at))
         for tp, cut in cuts.items()
         for tile in parameter.tiles_at(tp)
     )
@@ -277,7 +255,7 @@ def _sharded(listing: NanotronListing, name: str, files: Mapping[int, str], tp: 
         what = f"parameter {name} has not the files of all tensor-parallel ranks"
         raise fail(folder, what, f"ranks 0 to {tp - 1}", f"ranks {sorted(files)}")
     tensors, ranks, shapes = {}, [], set()
-    tiles: list[tuple[Tile, ...]] = []
+    tiles: list[tuple[Part, ...]] = []
     for rank in range(tp):
         path = listing.path(files[rank])
         tensor, said = _tensor(path)

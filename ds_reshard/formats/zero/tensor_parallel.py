@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.formats.zero.patterns import Patterns
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Part, parts_of
 
 Shape = tuple[int, ...]
 _FUSED = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_attn", "gate_up_proj", "dense_h_to_4h")
@@ -39,13 +39,6 @@ class Misfit(Exception):
     def __init__(self, what: str, expected: str, found: str, mend: str = "") -> None:
         super().__init__(what)
         self.what, self.expected, self.found, self.mend = what, expected, found, mend
-
-
-class Part(NamedTuple):
-    """A box of the whole parameter that lies row-major in one shard, from its element `at` on."""
-
-    box: Box
-    at: int
 
 
 class Division(NamedTuple):
@@ -243,12 +236,12 @@ def divided(
         raise Misfit("its padding is not behind its last row", f"a vocabulary of at most {shape[0]}", str(vocabulary))
     ranks = []
     for rank in range(len(widths[0])):
-        own, inside, parts = sum(width[rank] for width in widths), 0, list[Part]()
+        inside, parts = 0, list[Part]()
         for begin, width in zip(begins, widths, strict=False):
             first, size = begin + sum(width[:rank]), width[rank]
             if vocabulary is not None:
                 first, size = min(first, vocabulary), max(0, min(first + size, vocabulary) - first)
-            parts += _parts(shape, dim, first, size, own, inside)
+            parts += parts_of(_along(shape, dim, first, size), _along(shape, dim, inside, size), shards[rank])
             inside += width[rank]
         ranks.append(tuple(parts))
     whole = shape if vocabulary is None else (vocabulary, *shape[1:])
@@ -264,30 +257,10 @@ def divided(
     )
 
 
-def _parts(shape: Shape, dim: int, first: int, size: int, own: int, inside: int) -> Iterator[Part]:
-    """Indices [first, first + size) along `dim`, from index `inside` of the `own` that a shard has, as parts.
-
-    A part for each index along the dimensions before, unless the shard has nothing else.
-    """
-    if not size or not prod(shape):
-        return
-    row = prod(shape[dim + 1 :])
-    if size == own:
-        yield Part(_box(shape, dim, first, size, None), 0)
-        return
-    for number in range(prod(shape[:dim])):
-        yield Part(_box(shape, dim, first, size, number), (number * own + inside) * row)
-
-
-def _box(shape: Shape, dim: int, first: int, size: int, number: int | None) -> Box:
-    """Indices along `dim` of all that is before it, or of one index there, given by number."""
-    offset, sizes = [0] * len(shape), list(shape)
-    offset[dim], sizes[dim] = first, size
-    if number is not None:
-        for axis in reversed(range(dim)):
-            number, offset[axis] = divmod(number, shape[axis])
-            sizes[axis] = 1
-    return Box(offset=tuple(offset), size=tuple(sizes))
+def _along(shape: Shape, dim: int, first: int, size: int) -> Box:
+    """Indices [first, first + size) along a dimension."""
+    offset = tuple(first if axis == dim else 0 for axis in range(len(shape)))
+    return Box(offset=offset, size=(*shape[:dim], size, *shape[dim + 1 :]))
 
 
 def redivided(division: Division, shape: Shape, tp: int) -> Division:
@@ -554,16 +527,7 @@ def _by_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
     here, there = (_placed(piece.get(side), size, of) for side, of in (("source", shape), ("dest", shard)))
     if here is None or there is None:
         raise Misfit("its affine map does not place blocks", "boxes, row-major on both sides", repr(piece)[:120])
-    # What lies together in the shard: all axes behind the last that is not taken whole, and that one.
-    axis = next((axis for axis in reversed(range(len(shard))) if size[axis] != shard[axis]), 0)
-    for number in range(prod(size[:axis])):
-        index, left = [0] * len(size), number
-        for before in reversed(range(axis)):
-            left, index[before] = divmod(left, size[before])
-        offset = tuple(map(sum, zip(here, index, strict=True)))
-        sizes = (1,) * axis + size[axis:]
-        at = sum((start + i) * prod(shard[n + 1 :]) for n, (start, i) in enumerate(zip(there, index, strict=True)))
-        yield Part(Box(offset=offset, size=sizes), at)
+    yield from parts_of(Box(offset=here, size=size), Box(offset=there, size=size), shard)
 
 
 def _placed(said: object, size: Shape, shape: Shape) -> Shape | None:

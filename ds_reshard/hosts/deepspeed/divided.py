@@ -16,10 +16,10 @@ from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.formats.zero.rows import uncovered, unknown_faults
-from ds_reshard.formats.zero.tensor_parallel import Evidence, Part, Rule, affine_maps, divisions
+from ds_reshard.formats.zero.tensor_parallel import Evidence, Rule, affine_maps, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Part
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

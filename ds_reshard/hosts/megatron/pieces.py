@@ -10,23 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.formats.megatron.torch_dist import STACKED
 from ds_reshard.hosts.megatron.live import Optimizer, TorchOptimizer, leaves
 from ds_reshard.model.content import MASTER
-from ds_reshard.model.region import Box, Region, box_region
+from ds_reshard.model.region import Box, Part, Region, regions_of
 
 if TYPE_CHECKING:
     import torch
-
-
-class Tile(NamedTuple):
-    """A box of the whole tensor, which begins at an element of the live one."""
-
-    box: Box
-    element_offset: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +31,13 @@ class Piece:
 
     name: str
     shape: tuple[int, ...]
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Part, ...]
     tensor: torch.Tensor
     padded: bool
 
     def regions(self, start: int, stop: int) -> Iterator[tuple[Region, int]]:
         """Elements [start, stop) of the live tensor as regions, each with its first element's place from `start`."""
-        for box, at in self.tiles:
-            first, last = max(at, start), min(at + box.numel, stop)
-            if (first, last) == (at, at + box.numel) and box.numel:
-                yield box_region(self.shape, box), first - start
-            elif first < last:
-                yield Region(box=box, start=first - at, stop=last - at), first - start
+        return regions_of(self.shape, self.tiles, start, stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +108,10 @@ def _piece(live: torch.Tensor, told: Sequence[_Told]) -> Piece:
         names.add(name)
         shapes.add(shape)
         at = (one.data.data_ptr() - live.data_ptr()) // live.element_size()
-        tiles.append(Tile(Box(offset=offset, size=size), at))
-    tiles.sort(key=lambda tile: tile.element_offset)
-    ends = [0, *(tile.element_offset + tile.box.numel for tile in tiles)]
-    whole = ends[:-1] == [tile.element_offset for tile in tiles] and ends[-1] == live.numel()
+        tiles.append(Part(Box(offset=offset, size=size), at))
+    tiles.sort(key=lambda tile: tile.at)
+    ends = [0, *(tile.at + tile.box.numel for tile in tiles)]
+    whole = ends[:-1] == [tile.at for tile in tiles] and ends[-1] == live.numel()
     if len(names) != 1 or len(shapes) != 1 or not whole or not all(one.data.is_contiguous() for one in told):
         raise _unsupported(told[0].key, "where it lies in the whole tensor is not told as boxes that follow each other")
     padded = any(one.allow_shape_mismatch for one in told)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import Rank, Topology
-from ds_reshard.formats.nanotron.parameters import SlicesPair, Tile, tiles_of
-from ds_reshard.model.region import Box, Region
+from ds_reshard.formats.nanotron.parameters import SlicesPair, tiles_of
+from ds_reshard.model.region import Box, Part, Region, regions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,23 +56,14 @@ class TrainedPart:
     name: str
     number: int
     shape: Shape
-    tiles: tuple[Tile, ...]
+    tiles: tuple[Part, ...]
     start: int
     stop: int
     tensor: Tensor
 
     def regions(self) -> Iterator[tuple[Region, int]]:
         """Its parts in the coordinates of the whole parameter, each with its first element's place in `tensor`."""
-        return regions_of(self.tiles, self.start, self.stop)
-
-
-def regions_of(tiles: Sequence[Tile], first: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Elements [first, stop) of a shard of these tiles, each region with its first element's place from `first` on."""
-    for tile in tiles:
-        begin = tile.element_offset
-        start, end = max(begin, first), min(begin + tile.box.numel, stop)
-        if start < end:
-            yield Region(box=tile.box, start=start - begin, stop=end - begin), start - first
+        return regions_of(self.shape, self.tiles, self.start, self.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,11 +196,11 @@ def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[s
         )
 
 
-def tiles_of_parameter(name: str, param: Tensor) -> tuple[Shape, tuple[Tile, ...]]:
+def tiles_of_parameter(name: str, param: Tensor) -> tuple[Shape, tuple[Part, ...]]:
     """The whole parameter's shape, and the boxes of it that this rank's shard holds."""
     local = tuple(param.shape)
     if not getattr(param, "is_sharded", False):
-        return local, (Tile(box=Box.whole(local), element_offset=0),) if prod(local) else ()
+        return local, (Part(Box.whole(local), 0),) if prod(local) else ()
     info = param.get_sharded_info()  # type: ignore[attr-defined]
     shape = tuple(int(size) for size in info.unsharded_shape)
     try:
