@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box, Region
+from ds_reshard.model.region import Box, Part, Region
 
 
 class TensorKey(NamedTuple):
@@ -152,6 +152,16 @@ def tiled(
     whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, box.numel)), box)
     cuts = ((Cut(chunk=max(1, box.numel), origin=origin, first=shard), box) for shard, origin, box in tiles)
     return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in cuts))
+
+
+def in_parts(whole: Placement, shards: Iterable[tuple[Cut, Iterable[Part]]]) -> Placement:
+    """A tensor that lies in parts of shards, each shard cut as its `Cut` says; of one part that part's placement."""
+    tiles = tuple(
+        whole._replace(box=part.box, cut=cut._replace(phase=cut.phase + part.at))
+        for cut, parts in shards
+        for part in parts
+    )
+    return tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
 
 
 class Tiles:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
-from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover
+from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover, in_parts
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Part, parts_of
 
@@ -212,15 +211,8 @@ def place(
 ) -> Placement:
     """A tensor of the parameter's shape, whose shard of each tensor-parallel rank is cut as `cuts` says."""
     key, shape = TensorKey(name=parameter.name, kind=kind, copy=copy), parameter.shape
-    placed = partial(Placement, key=key, shape=shape, dtype=dtype, family=family, buffer=buffer)
-    tiles = tuple(
-        placed(box=tile.box, cut=cut._replace(phase=tile.at))
-        for tp, cut in cuts.items()
-        for tile in parameter.tiles_at(tp)
-    )
-    if len(tiles) == 1:
-        return tiles[0]
-    return placed(box=Box.whole(shape), cut=Cut(chunk=max(1, prod(shape))), tiles=tiles)
+    whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, prod(shape))), Box.whole(shape))
+    return in_parts(whole, ((cut, parameter.tiles_at(tp)) for tp, cut in cuts.items()))
 
 
 def read_parameters(listing: NanotronListing, tp: int) -> tuple[dict[str, Parameter], list[Fault]]:

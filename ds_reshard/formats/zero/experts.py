@@ -61,7 +61,7 @@ from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided,
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, canonical, describe
 from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, tiled
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts, tiled
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 
@@ -580,11 +580,5 @@ def _of_places(columns: Sequence[GridColumn], dealt: Mapping[str, Division]) -> 
     for key, places in held.items():
         division, (_, first) = dealt[key.name], places[0]
         every = first._replace(shape=division.shape, box=Box.whole(division.shape), cut=Cut(chunk=1))
-        tiles = tuple(
-            every._replace(
-                box=part.box, cut=at.cut._replace(first=at.cut.first + column.begin, phase=at.cut.phase + part.at)
-            )
-            for (column, at), parts in zip(places, division.ranks, strict=True)
-            for part in parts
-        )
-        yield tiles[0] if len(tiles) == 1 else every._replace(tiles=tiles)
+        cuts = (at.cut._replace(first=at.cut.first + column.begin) for column, at in places)
+        yield in_parts(every, zip(cuts, division.ranks, strict=True))

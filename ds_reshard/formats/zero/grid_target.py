@@ -47,7 +47,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
 )
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, canonical
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
@@ -345,12 +345,7 @@ def _joined(columns: Sequence[Column], divided: Mapping[str, Division], tp: int)
                 continue
             box = Box.whole(division.shape)
             whole = members[0][1]._replace(key=TensorKey(name, kind, next(copies)), shape=division.shape, box=box)
-            tiles = tuple(
-                whole._replace(box=part.box, cut=one.cut._replace(phase=one.cut.phase + part.at))
-                for rank, one in members
-                for part in division.ranks[rank]
-            )
-            yield tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
+            yield in_parts(whole, ((one.cut, division.ranks[rank]) for rank, one in members))
 
 
 def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:

@@ -41,7 +41,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     shard_shapes,
 )
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover, in_parts
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
@@ -388,13 +388,8 @@ def _joined(parts: Sequence[ZeroCheckpoint], found: Mapping[str, Division]) -> I
                     copy = key.copy + (rank * stride if division.owner is None else 0)
                     yield whole._replace(key=key._replace(copy=copy), cut=cut)
             continue
-        tiles = tuple(
-            whole._replace(cut=cut._replace(phase=cut.phase + part.at), box=part.box)
-            for cut, own in zip(moved, division.ranks, strict=True)
-            for part in own
-            if cut is not None
-        )
-        yield tiles[0] if len(tiles) == 1 else whole._replace(tiles=tiles)
+        cuts = zip(moved, division.ranks, strict=True)
+        yield in_parts(whole, ((cut, own) for cut, own in cuts if cut is not None))
 
 
 def in_order(held: Sequence[Collection[str]]) -> list[str]:

@@ -18,7 +18,7 @@ from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.hosts.deepspeed.divided import Share
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import MOMENTUM, FlatBuffer, LiveOptimizer
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.planning.copies import Copy
@@ -87,15 +87,10 @@ class Wants:
         if share is None or share.whole:
             self.placements[key], self.sources[key] = placement, source
             return True
-        whole = placement._replace(shape=share.shape)
-        tiles = [
-            whole._replace(box=box, cut=placement.cut._replace(phase=placement.cut.phase + at))
-            for box, at in share.parts
-        ]
-        if tiles:
-            every = whole._replace(box=Box.whole(share.shape), tiles=tuple(tiles))
-            self.placements[key], self.sources[key] = tiles[0] if len(tiles) == 1 else every, source
-        return sum(tile.numel for tile in tiles) == placement.numel
+        if share.parts:
+            whole = placement._replace(shape=share.shape, box=Box.whole(share.shape))
+            self.placements[key], self.sources[key] = in_parts(whole, [(placement.cut, share.parts)]), source
+        return sum(part.box.numel for part in share.parts) == placement.numel
 
     def take_buffers(self, model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
