@@ -42,14 +42,21 @@ def plain(value: object, scalars: Scalars, depth: int = 3) -> object:
 
 
 def group_entries(
-    groups: Iterable[tuple[Sequence[str], Mapping[str, object]]], shapes: Mapping[str, tuple[int, ...]]
+    groups: Iterable[tuple[Sequence[str], Mapping[str, object] | None]],
+    shapes: Mapping[str, tuple[int, ...]],
+    scalars: Mapping[TensorRecord, ScalarTensor] = {},
 ) -> tuple[GroupEntry, ...]:
-    """Param groups by their members and hyper-parameters, as they are told; `shapes` are those of parameters."""
+    """Param groups by their members and hyper-parameters, as they are told; `shapes` are those of parameters.
+
+    `scalars` are the hyper-parameters that were kept as tensors, where they were read.
+    """
     made = []
     for number, (members, hyperparameters) in enumerate(groups):
         known = [prod(shapes[name]) for name in members if name in shapes]
         numel = sum(known) if len(known) == len(members) else None
-        told = {name: plain(value, {}) for name, value in hyperparameters.items()}
+        told = None
+        if hyperparameters is not None:
+            told = {str(name): plain(value, scalars) for name, value in hyperparameters.items()}
         made.append(GroupEntry(number=number, members=len(members), numel=numel, hyperparameters=told))
     return tuple(made)
 

@@ -8,8 +8,8 @@ from math import isfinite, prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault
-from ds_reshard.model.facts import Scalar, ScalarTensor
-from ds_reshard.model.records import ElementType
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.target import RunSizes
 
 if TYPE_CHECKING:
@@ -38,14 +38,14 @@ class StateEntry:
 
 
 def states_of(
-    tensors: Iterable[tuple[str, ElementType]], scalars: Iterable[Mapping[str, Scalar]]
+    tensors: Iterable[tuple[str, ElementType]], scalars: Iterable[Mapping[str, object]]
 ) -> tuple[StateEntry, ...]:
     """Of the kind and type of each tensor that is a state, and the single values of each parameter by kind."""
     found: dict[tuple[str, bool], set[str]] = {}
     for kind, dtype in tensors:
         found.setdefault((kind, False), set()).add(dtype.label)
     for kind, value in (pair for values in scalars for pair in values.items()):
-        label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
+        label = value.dtype.label if isinstance(value, ScalarTensor | TensorRecord) else type(value).__name__
         found.setdefault((kind, True), set()).add(label)
     return tuple(
         StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar) for (kind, scalar), labels in found.items()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from math import prod
 from typing import TypeVar
 
-from ds_reshard.containers.plain import Scalars, plain, read_scalars, single_elements
+from ds_reshard.containers.plain import Scalars, group_entries, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, damaged
 from ds_reshard.formats.zero.checkpoint import (
     MODEL,
@@ -29,9 +28,18 @@ from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout, Placement
+from ds_reshard.model.layout import Layout
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.model.reports import Arrangement, FileEntry, GroupEntry, Inspection, ParameterEntry, StateEntry, Steps
+from ds_reshard.model.reports import (
+    Arrangement,
+    FileEntry,
+    GroupEntry,
+    Inspection,
+    ParameterEntry,
+    StateEntry,
+    Steps,
+    states_of,
+)
 
 States = TypeVar("States", ModelStates, OptimStates, Mapping[str, object])
 _MEND = "restore the file, or load another tag"
@@ -84,22 +92,17 @@ def survey(listing: Listing) -> Survey:
     whole, only the first files are looked at.
     """
     look = _Look(listing=listing, faults=[*listing.faults, *_empty(listing)])
-    if any(fault.error == "UnsupportedLayout" for fault in look.faults):
-        model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
-        return look.done(model, optim)
-    checkpoint = look.whole()
-    if any(fault.error == "UnsupportedLayout" for fault in look.faults):
-        model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
-    elif checkpoint is not None:
-        model, optim = checkpoint.model, checkpoint.optim
+    checkpoint = look.whole() if not look.refused else None
+    if checkpoint is not None:
         look.open_shards(checkpoint)
         if checkpoint.universal is not None:
             look.open_tensors(checkpoint, checkpoint.universal)
-            found = replace(look.done(model, optim), universal=checkpoint.universal, listing=checkpoint.listing)
-            return replace(found, divided=_cuts(checkpoint))
-        return replace(look.done(model, optim), divided=_cuts(checkpoint))
-    else:
-        model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
+            look.listing = checkpoint.listing
+        found = look.done(checkpoint.model, checkpoint.optim)
+        return replace(found, universal=checkpoint.universal, divided=_cuts(checkpoint))
+    refused = look.refused
+    model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
+    if not refused:
         look.salvage(model, optim)
     return look.done(model, optim)
 
@@ -142,6 +145,11 @@ class _Look:
 
     def __post_init__(self) -> None:
         self.unreadable.update(name for name, nbytes in self.listing.nbytes.items() if nbytes == 0)
+
+    @property
+    def refused(self) -> bool:
+        """Whether a layout is refused as a whole."""
+        return any(fault.error == "UnsupportedLayout" for fault in self.faults)
 
     def whole(self) -> ZeroCheckpoint | None:
         """The checkpoint as a load opens it, None when it cannot be."""
@@ -319,8 +327,8 @@ def describe_survey(found: Survey, *, tag: str) -> Inspection:
         wrapper=_wrapper(found),
         dp=found.dp,
         optimizer=name if isinstance(name, str) else None,  # of one that DeepSpeed built; a script may pass its own
-        states=tuple(_states_of(found, stage0)),
-        groups=tuple(_groups_of(found, stage0)),
+        states=_states_of(found, stage0),
+        groups=_groups_of(found, stage0),
         steps=_steps(found, stage0),
         arrangement=_arrangement(found, config),
         parameters=tuple(_parameters(model, _members(found), found.divided)) if model is not None else (),
@@ -357,64 +365,45 @@ def _wrapper(found: Survey) -> str | None:
     return "none" if found.model is not None and found.model.param_shapes is None else None
 
 
-def _states_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[StateEntry]:
+def _states_of(found: Survey, stage0: Mapping[str, object]) -> tuple[StateEntry, ...]:
     if found.universal is not None:
-        tensors: list[tuple[str, Placement | TensorRecord]]
-        tensors = [(placement.key.kind, placement) for placement in found.universal.placements]
-        single = [states.items() for states in found.universal.facts.scalars.values()]
-    elif found.optim is not None:
+        placed = ((placement.key.kind, placement.dtype) for placement in found.universal.placements)
+        return states_of(placed, found.universal.facts.scalars.values())
+    if found.optim is not None:
         held = ((("fp32", p.fp32), *p.states.items(), *p.wholes.items()) for p in found.optim.partitions)
-        tensors = [pair for of_partition in held for pair in of_partition]
-        single = [p.scalars.items() for p in found.optim.partitions]
+        tensors = ((kind, tensor.dtype) for of_partition in held for kind, tensor in of_partition)
+        return states_of(tensors, (p.scalars for p in found.optim.partitions))
+    numbered = [(str(kind), value) for state in states(stage0) for kind, value in state.items()]
+    apart = [(kind, one.dtype) for kind, one in numbered if isinstance(one, TensorRecord) and kind != "step"]
+    single = ({kind: one} for kind, one in numbered if not isinstance(one, TensorRecord) or kind == "step")
+    return states_of([*(("fp32", tensor.dtype) for tensor in masters(found.model)), *apart], single)
+
+
+def _groups_of(found: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry, ...]:
+    """By numbers where no file names members: of a stage-0 optimizer, and where the files contradict each other."""
+    shapes, optim = found.model.trainable if found.model is not None else {}, found.optim
+    groups: list[tuple[Sequence[str], Mapping[str, object] | None]]
+    if found.universal is not None:
+        groups = [(group.members, group.hyperparameters) for group in found.universal.facts.groups]
+    elif optim is not None:
+        held = _matching_shapes(found.model, optim)
+        shapes = shapes if held else {}
+        values = optim.groups or [None] * len(optim.members)
+        names = ([name for i in of for name in held[i]] if held else [*map(str, of)] for of in optim.members)
+        groups = list(zip(names, values, strict=True))
     else:
-        yield from _stage0_states(found.model, stage0)
-        return
-    kinds: dict[tuple[bool, str], set[str]] = {}
-    for kind, tensor in tensors:
-        kinds.setdefault((False, kind), set()).add(tensor.dtype.label)
-    for kind, value in chain.from_iterable(single):
-        label = value.dtype.label if isinstance(value, ScalarTensor) else type(value).__name__
-        kinds.setdefault((True, kind), set()).add(label)
-    for (scalar, kind), labels in kinds.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
-
-
-def _groups_of(found: Survey, stage0: Mapping[str, object]) -> Iterator[GroupEntry]:
-    if found.universal is not None and found.model is not None:
-        shapes = found.model.trainable
-        for number, group in enumerate(found.universal.facts.groups):
-            yield GroupEntry(
-                number=number,
-                members=len(group.members),
-                numel=sum(prod(shapes[name]) for name in group.members),
-                hyperparameters=_hyperparameters(group.hyperparameters or {}, found.scalars),
-            )
-    elif found.optim is not None:
-        yield from _groups(found.model, found.optim, found.scalars)
-    else:
-        yield from _stage0_groups(stage0, found.scalars)
-
-
-def _groups(model: ModelStates | None, optim: OptimStates, scalars: Scalars) -> Iterator[GroupEntry]:
-    shapes = _matching_shapes(model, optim)
-    for number, buffers in enumerate(optim.members):
-        members = [shape for i in buffers for shape in shapes[i].values()] if shapes else None
-        yield GroupEntry(
-            number=number,
-            members=len(members) if members is not None else len(buffers),
-            numel=sum(map(prod, members)) if members is not None else None,
-            hyperparameters=_hyperparameters(optim.groups[number], scalars) if optim.groups is not None else None,
-        )
+        groups = []
+        for group in param_groups(stage0):
+            numbers = group.get("params")
+            told = {name: value for name, value in group.items() if name != "params"}
+            groups.append(([*map(str, numbers)] if isinstance(numbers, list) else [], told))
+    return group_entries(groups, shapes, found.scalars)
 
 
 def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dict[str, tuple[int, ...]], ...]:
     """The members of each flat buffer; none where the files contradict each other (a fault says so)."""
     shapes = model.param_shapes if model is not None else None
     return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
-
-
-def _hyperparameters(group: Mapping[str, object], scalars: Scalars) -> dict[str, object]:
-    return {str(name): plain(value, scalars) for name, value in group.items()}
 
 
 def _steps(found: Survey, stage0: Mapping[str, object]) -> Steps:
@@ -523,31 +512,3 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
     roles |= dict.fromkeys((*listing.places.values(), *(n for n in listing.nbytes if "/" in n)), "optimizer")
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))
-
-
-def _stage0_groups(saved: Mapping[str, object], scalars: Scalars) -> Iterator[GroupEntry]:
-    """Sizes only: a stage-0 optimizer names no parameter."""
-    for number, group in enumerate(param_groups(saved)):
-        members = group.get("params")
-        hyper = {name: value for name, value in group.items() if name != "params"}
-        yield GroupEntry(
-            number=number,
-            members=len(members) if isinstance(members, list) else 0,
-            numel=None,
-            hyperparameters=_hyperparameters(hyper, scalars),
-        )
-
-
-def _stage0_states(model: ModelStates | None, saved: Mapping[str, object]) -> Iterator[StateEntry]:
-    kept = sorted({tensor.dtype.label for tensor in masters(model)})
-    if kept:
-        yield StateEntry(kind="fp32", dtypes=tuple(kept), scalar=False)
-    found: dict[str, tuple[set[str], bool]] = {}
-    for state in states(saved):
-        for kind, value in state.items():
-            tensor = isinstance(value, TensorRecord)
-            label = value.dtype.label if isinstance(value, TensorRecord) else type(value).__name__
-            labels, scalar = found.get(str(kind), (set(), True))
-            found[str(kind)] = (labels | {label}, scalar and not (tensor and kind != "step"))
-    for kind, (labels, scalar) in found.items():
-        yield StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
