@@ -91,8 +91,9 @@ class DirectoryFiles(ABC):
     def placements(self) -> dict[TensorKey, Placement]:
         made = {}
         for key, held in self.held.items():
-            files = self.files if held.shape else 1
-            boxes = [_rows(held.shape, rank, files) for rank in range(files)]
+            boxes = [Box.whole(())]  # a scalar lies in the first file
+            if held.shape:
+                boxes = [Box.chunk(held.shape, 0, rank, self.files) for rank in range(self.files)]
             made[key] = chunked(key, held.shape, held.dtype, boxes, family=self.family, buffer=str(key))
         return made
 
@@ -139,12 +140,3 @@ class DirectoryFiles(ABC):
 
 def _file(rank: int) -> str:
     return f"__{rank}_0.distcp"
-
-
-def _rows(shape: tuple[int, ...], rank: int, files: int) -> Box:
-    """The part of a file: ceil(n / files) rows each, the last ones fewer or none; a scalar lies in the first."""
-    if not shape:
-        return Box(offset=(), size=()) if not rank else Box(offset=(0,), size=(0,))
-    rows = -(-shape[0] // files)
-    start, stop = min(shape[0], rank * rows), min(shape[0], (rank + 1) * rows)
-    return Box(offset=(start, *(0,) * (len(shape) - 1)), size=(stop - start, *shape[1:]))

@@ -37,6 +37,19 @@ class Box:
         """The box of all of a tensor; tensors of one shape have one."""
         return cls(offset=(0,) * len(shape), size=tuple(shape))
 
+    @classmethod
+    def along(cls, shape: tuple[int, ...], dim: int, first: int, size: int) -> Box:
+        """Indices [first, first + size) along a dimension, of all others all."""
+        offset = tuple(first if axis == dim else 0 for axis in range(len(shape)))
+        return cls(offset=offset, size=(*shape[:dim], size, *shape[dim + 1 :]))
+
+    @classmethod
+    def chunk(cls, shape: tuple[int, ...], dim: int, number: int, count: int) -> Box:
+        """One of `count` chunks of a dimension as torch.chunk cuts it: ceil(n / count) each, the last ones less or none."""
+        rows = -(-shape[dim] // count)
+        first, stop = (min(shape[dim], at * rows) for at in (number, number + 1))
+        return cls.along(shape, dim, first, stop - first)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:

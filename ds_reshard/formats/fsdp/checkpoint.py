@@ -94,16 +94,11 @@ class TensorShard:
     ranks: int | None = None
 
     def box(self, rank: int, size: int) -> Box:
-        """What a rank of `size` holds, as torch.chunk cuts: ceil(n / shards) rows each, the last ones fewer or none."""
+        """What a rank of `size` holds."""
         if self.dim is None:
             return Box.whole(self.shape)
         shards = size // self.replicas
-        whole, number = self.shape[self.dim], rank % shards
-        rows = -(-whole // shards)
-        start, stop = min(whole, number * rows), min(whole, (number + 1) * rows)
-        offset, extent = [0] * len(self.shape), list(self.shape)
-        offset[self.dim], extent[self.dim] = start, stop - start
-        return Box(offset=tuple(offset), size=tuple(extent))
+        return Box.chunk(self.shape, self.dim, rank % shards, shards)
 
 
 def shard_of(path: str, name: str, value: object) -> TensorShard | None:

@@ -444,12 +444,8 @@ def boxes_of(
     if axis < 0:
         return (Box.whole(whole),)
     gated = ".linear_fc1." in name and (arguments.get("swiglu") or arguments.get("quick_geglu"))
-    size = tuple(size // (tp * (2 if gated else 1)) if number == axis else size for number, size in enumerate(whole))
-    places = (at, tp + at) if gated else (at,)
-    return tuple(
-        Box(offset=tuple(place * size[axis] if number == axis else 0 for number in range(len(whole))), size=size)
-        for place in places
-    )
+    size = whole[axis] // (tp * (2 if gated else 1))
+    return tuple(Box.along(whole, axis, place * size, size) for place in ((at, tp + at) if gated else (at,)))
 
 
 def _flat(

@@ -514,7 +514,7 @@ def _of_expert_files(
         family = f"{EXPERT_FILES}{layer.number}"
         for name in layer.names:
             shape = dealt[name].shape
-            boxes = [Box(offset=(e, *(0 for _ in shape[1:])), size=(1, *shape[1:])) for e in range(layer.total)]
+            boxes = [Box.along(shape, 0, expert, 1) for expert in range(layer.total)]
             tiles = [(expert, 0, box) for expert, box in enumerate(boxes)]
             yield tiled(TensorKey(name, WEIGHT), shape, dtypes[name], tiles, family=family, buffer=name)
 

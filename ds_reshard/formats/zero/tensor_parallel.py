@@ -241,7 +241,7 @@ def divided(
             first, size = begin + sum(width[:rank]), width[rank]
             if vocabulary is not None:
                 first, size = min(first, vocabulary), max(0, min(first + size, vocabulary) - first)
-            parts += parts_of(_along(shape, dim, first, size), _along(shape, dim, inside, size), shards[rank])
+            parts += parts_of(Box.along(shape, dim, first, size), Box.along(shape, dim, inside, size), shards[rank])
             inside += width[rank]
         ranks.append(tuple(parts))
     whole = shape if vocabulary is None else (vocabulary, *shape[1:])
@@ -255,12 +255,6 @@ def divided(
         vocabulary=vocabulary is not None,
         shards=shards,
     )
-
-
-def _along(shape: Shape, dim: int, first: int, size: int) -> Box:
-    """Indices [first, first + size) along a dimension."""
-    offset = tuple(first if axis == dim else 0 for axis in range(len(shape)))
-    return Box(offset=offset, size=(*shape[:dim], size, *shape[dim + 1 :]))
 
 
 def redivided(division: Division, shape: Shape, tp: int) -> Division:

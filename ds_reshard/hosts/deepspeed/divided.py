@@ -111,9 +111,8 @@ def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
         for local, expert in enumerate(said["local_experts"]):
             first, at, held = runs[-1] if runs else (-1, 0, 0)
             runs[-1:] = [(first, at, held + 1)] if first + held == expert and runs else [*runs[-1:], (expert, local, 1)]
-        row, zeros = prod(shape[1:]), (0,) * (len(shape) - 1)
-        boxes = ((Box(offset=(first, *zeros), size=(held, *shape[1:])), at) for first, at, held in runs)
-        yield name, Share(shape, tuple(Part(box, at * row) for box, at in boxes))
+        row = prod(shape[1:])
+        yield name, Share(shape, tuple(Part(Box.along(shape, 0, first, held), at * row) for first, at, held in runs))
 
 
 def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
