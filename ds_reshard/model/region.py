@@ -45,7 +45,7 @@ class Box:
 
     @classmethod
     def chunk(cls, shape: tuple[int, ...], dim: int, number: int, count: int) -> Box:
-        """One of `count` chunks of a dimension as torch.chunk cuts it: ceil(n / count) each, the last ones less or none."""
+        """One of `count` chunks of a dimension as torch.chunk cuts it: ceil(n / count) each, the last less or none."""
         rows = -(-shape[dim] // count)
         first, stop = (min(shape[dim], at * rows) for at in (number, number + 1))
         return cls.along(shape, dim, first, stop - first)

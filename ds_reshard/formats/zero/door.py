@@ -10,13 +10,13 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, Unsupported
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
 from ds_reshard.formats.zero.expert_groups import dealt_out, ep_of
-from ds_reshard.formats.zero.experts import as_one_place, expert_of, stage0_of_places
+from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
-from ds_reshard.formats.zero.rows import replica_fault, stage0_of_rows, whole_fault
+from ds_reshard.formats.zero.rows import replica_fault, whole_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
@@ -46,10 +46,7 @@ class OpenedZero(Checkpoint):
 
     def __init__(self, listing: Listing) -> None:
         self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
-        if zero.rows and zero.stage == 0:
-            raise_faults([stage0_of_rows(listing, zero.grid)], subject=f"checkpoint {listing.folder}")
-        if listing.places:
-            raise_faults([stage0_of_places(zero)], subject=f"checkpoint {listing.folder}")
+        raise_faults(_nameless(zero), subject=f"checkpoint {listing.folder}")
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
         self.unproved_mend = "restore all files of one save, or load another tag"
@@ -209,6 +206,16 @@ class OpenedZero(Checkpoint):
         for number, partition in enumerate(zero.optim.partitions if zero.optim is not None else ()):
             for kind, why in partition.unfollowed.items():
                 yield f"state {kind!r} of flat buffer {number} in {name} is not compared: {why}"
+
+
+def _nameless(zero: ZeroCheckpoint) -> Iterator[Fault]:
+    """That no file names what the optimizers of ZeRO stage 0 are of, of several ranks: only a run's own order does."""
+    tensor, expert = bool(zero.rows) and zero.stage == 0, bool(zero.listing.places)
+    for axis, size in [("tensor", zero.grid.tp)] * tensor + [("expert", zero.grid.ep)] * expert:
+        what = f"holds optimizers that name no parameter (ZeRO stage 0), one for each {axis}-parallel rank"
+        expected = "ZeRO stage 1 to 3" if axis == "tensor" else "ZeRO stage 1 or 2"
+        mend = f"load it in a run with import ds_reshard.auto, or with {axis}-parallel size {size}"
+        yield UnsupportedLayout.fault(zero.listing.folder, what, expected, "stage 0", mend=mend)
 
 
 def _shards(zero: ZeroCheckpoint) -> Iterator[str]:

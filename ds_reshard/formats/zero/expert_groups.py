@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.experts import by_number, expert_of, renumbered
+from ds_reshard.formats.zero.experts import by_number, expert_of, experts_held, renumbered
 from ds_reshard.model.content import SCHEDULER, Content, regrouped, with_groups
 from ds_reshard.model.facts import GroupFacts, canonical
 
 MAX_NUMEL = 178956971
 _NAME, _MARK, _OF_SIZE = "name", "moe", "ep_size_"
-_AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
+AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
 
 
 class Group(NamedTuple):
@@ -36,15 +36,6 @@ def ep_of(group: GroupFacts) -> int:
     name = values.get(_NAME) if values.get(_MARK) is True else None
     size = name.removeprefix(_OF_SIZE) if isinstance(name, str) else ""
     return int(size) if size.isdecimal() and int(size) else 1
-
-
-def experts_held(names: Iterable[str], ep: int) -> dict[str, int]:
-    """How many experts of each layer, by what is before their numbers, each of `ep` ranks has."""
-    totals: dict[str, int] = {}
-    for of in map(expert_of, names):
-        if of is not None:
-            totals[of[0]] = max(totals.get(of[0], 0), of[1] + 1)
-    return {prefix: total // ep for prefix, total in totals.items()}
 
 
 def of_place(names: Iterable[str], held: Mapping[str, int], place: int) -> list[str]:
@@ -177,7 +168,7 @@ def _lacking(content: Content, made: Sequence[GroupFacts], where: str) -> Iterat
     trained = {name for group in content.facts.groups for name in group.members}
     for name in sorted(members ^ trained):
         said = ("none", "one") if name in trained else ("one", "none")
-        yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=_AS_SAVED)
+        yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=AS_SAVED)
 
 
 def _joined_apart(content: Content, made: Sequence[GroupFacts], where: str) -> Iterator[Fault]:
@@ -195,4 +186,4 @@ def _joined_apart(content: Content, made: Sequence[GroupFacts], where: str) -> I
         other = next((name for name in group.members if home.get(name) != home.get(first)), None)
         if other is not None:
             what = "is in a param group with parameters of other hyper-parameters, or of another schedule"
-            yield UnsupportedLayout.fault(f"{where}: {other}", what, f"those of {first}", "others", mend=_AS_SAVED)
+            yield UnsupportedLayout.fault(f"{where}: {other}", what, f"those of {first}", "others", mend=AS_SAVED)

@@ -83,6 +83,15 @@ def renumbered(name: str, first: Mapping[str, int]) -> str:
     return f"{found[0]}{first.get(found[0], 0) + found[1]}{found[2]}" if found is not None else name
 
 
+def experts_held(names: Iterable[str], ep: int) -> dict[str, int]:
+    """How many experts of each layer, by what is before their numbers, each of `ep` ranks has: as the names count."""
+    totals: dict[str, int] = {}
+    for of in map(expert_of, names):
+        if of is not None:
+            totals[of[0]] = max(totals.get(of[0], 0), of[1] + 1)
+    return {prefix: total // ep for prefix, total in totals.items()}
+
+
 def as_one_place(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     """The checkpoint with param groups as one expert-parallel rank has them: layer by layer, expert by expert."""
     if not zero.listing.experts or zero.facts is None:
@@ -188,13 +197,6 @@ def _unlike_places(listing: Listing) -> Iterator[Fault]:
             yield from faults_of(error)
 
 
-def stage0_of_places(zero: ZeroCheckpoint) -> Fault:
-    """That no file names what the optimizers of ZeRO stage 0 are of: only a run's own order does."""
-    what = "holds optimizers that name no parameter (ZeRO stage 0), one for each expert-parallel rank"
-    mend = f"load it in a run with import ds_reshard.auto, or with expert-parallel size {zero.grid.ep}"
-    return UnsupportedLayout.fault(zero.listing.folder, what, "ZeRO stage 1 or 2", "stage 0", mend=mend)
-
-
 def places_with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
     """A checkpoint of stage 0 with the optimizers of expert-parallel ranks named, as `with_order` names that of one.
 
@@ -231,7 +233,7 @@ def _of_place(checkpoint: ZeroCheckpoint, place: int) -> ModelStates:
 
 def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
     """A param group as a rank of the saving run had it: its experts of a layer where this run's stand, by number."""
-    totals = _totals(checkpoint.model.module)
+    counts = experts_held(checkpoint.model.module, checkpoint.grid.ep)
     made: dict[str, Shape] = {}
     again: list[str] = []
     for prefix, block in itertools.groupby(shapes, lambda name: (expert_of(name) or ("",))[0]):
@@ -243,7 +245,7 @@ def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoin
         tails = {of[2]: shapes[name] for name in names if (of := expert_of(name)) is not None}
         numbers = sorted({of[1] for name in names if (of := expert_of(name)) is not None})
         again += [f"{prefix}{number}{tail}" for number in numbers for tail in tails]
-        held = totals.get(prefix, 0) // checkpoint.grid.ep
+        held = counts.get(prefix, 0)
         for number in range(place * held, (place + 1) * held):
             made |= {f"{prefix}{number}{tail}": shape for tail, shape in tails.items()}
     if again != list(shapes):
@@ -329,7 +331,7 @@ def _columns(
         if grid.dp % count
     ]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    totals = _totals(experts)
+    totals = experts_held(experts, 1)
     named: list[dict[str, Shape]] = []
     partitions: list[Partition] = []
     columns: list[GridColumn] = []
@@ -354,15 +356,6 @@ def _columns(
     counts = tuple(column.dp for column in columns for _ in column.shapes)
     together = replace(first, partitions=tuple(partitions), counts=counts, members=members)
     return tuple(named), tuple(columns), together
-
-
-def _totals(names: Iterable[str]) -> dict[str, int]:
-    """How many experts each layer has on all ranks, as the names of their tensors count them."""
-    found: dict[str, int] = {}
-    for of in map(expert_of, names):
-        if of is not None:
-            found[of[0]] = max(found.get(of[0], 0), of[1] + 1)
-    return found
 
 
 def _open_autoep(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ds_reshard.containers.torch_zip_writer import Pickled, pickled
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.expert_groups import AS_SAVED
 from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.layout import by_key
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
@@ -54,7 +55,6 @@ from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
 _INFO, _SIZES = "universal_checkpoint_info", "checkpoint_parallel_dimensions"
-_AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
 
@@ -269,7 +269,7 @@ def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> t
             other = next((name for name in names if texts[home[name]] != texts[home[names[0]]]), None)
             if other is not None:
                 what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
-                faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=_AS_SAVED))
+                faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=AS_SAVED))
         order = [home[names[0]] for names in members]
         own, unknown = regrouped(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, where) for entry in unknown]
@@ -313,7 +313,7 @@ def _unlike(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> Iter
         own, shown = trained.get(name), like.model.trainable.get(name)
         if own != shown:
             said = ["none" if shape is None else str([*shape]) for shape in (shown, own)]
-            yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=_AS_SAVED)
+            yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=AS_SAVED)
     made = {name: one.shape for name, one in whole_tensors(checkpoint.model).items()}
     shown_shapes = {name: division.shape for name, division in like.divided.items()}
     if like.stages:
@@ -323,7 +323,7 @@ def _unlike(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> Iter
     apart = {*trained, *(checkpoint.model.buffer_names if not like.stages else ())}
     for name in sorted((made.keys() ^ shown_shapes.keys()) - apart):
         said = ["none" if name not in held else "one" for held in (shown_shapes, made)]
-        yield ModelMismatch.fault(f"{where}: {name}", "is another tensor there", *said, mend=_AS_SAVED)
+        yield ModelMismatch.fault(f"{where}: {name}", "is another tensor there", *said, mend=AS_SAVED)
 
 
 def _joined(columns: Sequence[Column], divided: Mapping[str, Division], tp: int) -> Iterator[Placement]:

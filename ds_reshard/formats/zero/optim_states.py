@@ -24,7 +24,8 @@ over its own part of the buffer (`Prodigy.step`, prodigyopt 1.1.2)."""
 PARTITION_GROUPS = "ds_zero_partition_groups"
 """Of stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
 _MOMENTUM = "momentum_buffer"
-_RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
+RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
+"""Names that no state may have: those of weights and masters, and of buffers of model files."""
 _CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_types")
 
 
@@ -243,7 +244,7 @@ def _partition(
     scalars: dict[str, Scalar] = {}
     unfollowed: dict[str, str] = {}
     for name, value in state.items():
-        if str(name) in _RESERVED or "/" in str(name):
+        if str(name) in RESERVED or "/" in str(name):
             unfollowed[str(name)] = "a name that is used for something else"
         elif isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
             if not value.contiguous:

@@ -101,13 +101,6 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     )
 
 
-def stage0_of_rows(listing: Listing, grid: Grid) -> Fault:
-    """That no file names what the optimizers of ZeRO stage 0 are of: only a run's own order does."""
-    what = "holds optimizers that name no parameter (ZeRO stage 0), one for each tensor-parallel rank"
-    mend = f"load it in a run with import ds_reshard.auto, or with tensor-parallel size {grid.tp}"
-    return UnsupportedLayout.fault(listing.folder, what, "ZeRO stage 1 to 3", "stage 0", mend=mend)
-
-
 def rows_with_order(checkpoint: ZeroCheckpoint, name: Callable[[ZeroCheckpoint], Named]) -> Named:
     """A checkpoint of stage 0 with the optimizers of all rows named, as `name` names that of one.
 

@@ -24,6 +24,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
 from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.optim_states import RESERVED
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement
@@ -69,7 +70,6 @@ def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
 
 
 Shape = tuple[int, ...]
-_RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class _Found:
     faults: list[Fault] = field(default_factory=list)
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
-        if (state and (kind in _RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
+        if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
             self.faults.append(_order_fault(name, kind, shape, tensor.shape))
             return
         buffer = f"{kind}/{name}"

@@ -16,8 +16,8 @@ from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, ZeroCheckpoint, is_placeholder
-from ds_reshard.formats.zero.expert_groups import ep_of, experts_held, of_place
-from ds_reshard.formats.zero.experts import by_number, expert_of
+from ds_reshard.formats.zero.expert_groups import ep_of, of_place
+from ds_reshard.formats.zero.experts import by_number, expert_of, experts_held
 from ds_reshard.formats.zero.layout import (
     chunk_numel,
     flat_group,
