@@ -218,7 +218,7 @@ def plan(
     file of a ZeRO checkpoint beside those that the part reads: the parts together say what the whole plan says.
     Raises what `convert` raises before it writes; a part, what is wrong with its own files.
     """
-    from ds_reshard.operations.foresight import plan_listing  # which needs numpy
+    from ds_reshard.operations.units import plan_listing  # which needs numpy
 
     before = _bytes_asked_for()
     asked = Asked(
