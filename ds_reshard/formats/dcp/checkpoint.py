@@ -45,13 +45,12 @@ class DcpCheckpoint(SavedState):
         return self.archives.buffers(family, self.directory.tensors[family].dtype, self.chunks[family][shard])
 
 
-def is_dcp(folder: str) -> bool:
-    return bool(_parts(folder)) and not is_megatrons(folder)
-
-
-def list_dcp(folder: str) -> SavedListing:
-    """The files of such a folder."""
-    return list_directory(folder, _parts(folder), _read, format="torch.distributed.checkpoint", writer="torch")
+def list_dcp(folder: str) -> SavedListing | None:
+    """The files of such a folder, None for any other."""
+    parts = _parts(folder)
+    if not parts or is_megatrons(folder):
+        return None
+    return list_directory(folder, parts, _read, format="torch.distributed.checkpoint", writer="torch")
 
 
 def open_dcp(folder: str) -> DcpCheckpoint:

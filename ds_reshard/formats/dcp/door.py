@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ds_reshard.errors import Fault, raise_faults
-from ds_reshard.formats.dcp.checkpoint import is_dcp, list_dcp, open_dcp
+from ds_reshard.formats.dcp.checkpoint import list_dcp, open_dcp
 from ds_reshard.formats.dcp.entries import ACCELERATE
 from ds_reshard.formats.dcp.target import dcp_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
@@ -24,7 +24,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 _WRITES = ("dcp", "accelerate")
 DCP = Format(
     name="torch.distributed.checkpoint",
-    list=lambda folder: list_dcp(folder) if is_dcp(folder) else None,
+    list=list_dcp,
     open=lambda listing: SavedCheckpoint(open_dcp(listing.folder), listing.nbytes),
     writes=dict.fromkeys(_WRITES, _write),
     sized=frozenset(_WRITES),

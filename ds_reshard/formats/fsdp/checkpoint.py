@@ -46,12 +46,10 @@ _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _SAVE = "save with FSDP(model, use_orig_params=True, device_mesh=...) and get_state_dict, as EasyR1 does"
 
 
-def is_fsdp(folder: str) -> bool:
-    return any(family == MODEL for family, _ in _ranks(folder))
-
-
-def list_fsdp(folder: str) -> SavedListing:
-    """The files of such a folder."""
+def list_fsdp(folder: str) -> SavedListing | None:
+    """The files of such a folder, None for any other."""
+    if all(family != MODEL for family, _ in _ranks(folder)):
+        return None
     roles = {MODEL: "model", OPTIM: "optimizer"}
     files = {}
     for name, nbytes in folders.files(folder).items():

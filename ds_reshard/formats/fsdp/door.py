@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from ds_reshard.errors import Fault, UnsupportedLayout, error_of
-from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, is_fsdp, list_fsdp, open_fsdp, survey_extra
+from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, list_fsdp, open_fsdp, survey_extra
 from ds_reshard.formats.fsdp.target import fsdp_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, Surveyed
 from ds_reshard.model.content import Content
@@ -47,7 +47,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 
 FSDP = Format(
     name="files of FSDP ranks",
-    list=lambda folder: list_fsdp(folder) if is_fsdp(folder) else None,
+    list=list_fsdp,
     open=lambda listing: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
     survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
     writes={TO: _write},

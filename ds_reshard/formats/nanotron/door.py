@@ -67,12 +67,8 @@ def _describe(found: Listing) -> Inspection:
         steps=_steps(opening),
         parameters=tuple(_parameters(opening)),
         files=tuple(_files(listing)),
-        faults=_sorted(opening.faults),
+        faults=tuple(sorted(dict.fromkeys(opening.faults), key=lambda one: (one.where, one.what, one.found))),
     )
-
-
-def _sorted(faults: list[Fault]) -> tuple[Fault, ...]:
-    return tuple(sorted(dict.fromkeys(faults), key=lambda fault: (fault.where, fault.what, fault.found)))
 
 
 def _steps(opening: Opening) -> Steps:

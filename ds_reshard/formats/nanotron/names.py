@@ -201,16 +201,15 @@ def _topology(
     if topology.exp != 1:
         return topology, [experts(f"{folder}/optimizer", topology.exp)]
     held = _by_rank(states)
-    missing = [state_name("optimizer", topology, rank) for rank in topology.ranks if rank not in held]
     beyond = [name for rank, name in held.items() if rank not in set(topology.ranks)]
-    faults = [damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file") for name in missing]
-    return topology, [
-        *faults,
-        *(
-            damaged(f"{folder}/{name}", "is of a rank beyond the size in its name", "a rank below it", name)
-            for name in beyond
-        ),
-    ]
+    what = "is of a rank beyond the size in its name"
+    faults = [damaged(f"{folder}/{name}", what, "a rank below it", name) for name in beyond]
+    return topology, [*_missing(folder, "optimizer", topology, held), *faults]
+
+
+def _missing(folder: str, kind: str, topology: Topology, held: Mapping[Rank, str]) -> Iterator[Fault]:
+    for name in (state_name(kind, topology, rank) for rank in topology.ranks if rank not in held):
+        yield damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file")
 
 
 def _schedulers(
@@ -230,11 +229,5 @@ def _schedulers(
     if old:
         return {Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER}, []
     held = _by_rank(states)
-    faults = []
-    for pp, dp, tp, exp in sizes:
-        topology = Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0)
-        names = [state_name("lr_scheduler", topology, rank) for rank in topology.ranks if rank not in held]
-        faults += [
-            damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file") for name in names
-        ]
-    return held, faults
+    topologies = [Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0) for pp, dp, tp, exp in sizes]
+    return held, [fault for one in topologies for fault in _missing(folder, "lr_scheduler", one, held)]

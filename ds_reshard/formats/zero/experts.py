@@ -365,7 +365,9 @@ def _open_autoep(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
         raise_faults(_missing(listing, model), subject=subject)
     layers = _layers(model)
     dealt, dtypes = _dealt(listing, model, layers)
-    shapes = tuple({n: dealt[n].shape if n in dealt else s for n, s in group.items()} for group in _groups(model))
+    shapes = tuple(
+        {n: dealt[n].shape if n in dealt else s for n, s in group.items()} for group in (model.param_shapes or ())
+    )
     optim: OptimStates | None = None
     facts: OptimizerFacts | None = None
     columns: tuple[GridColumn, ...] = ()
@@ -391,10 +393,6 @@ def _open_autoep(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     return ZeroCheckpoint(
         listing=listing, model=model, optim=optim, layout=layout, facts=facts, grid=grid, columns=columns
     )
-
-
-def _groups(model: ModelStates) -> tuple[dict[str, Shape], ...]:
-    return model.param_shapes or ()
 
 
 class _Layer(NamedTuple):
@@ -516,7 +514,7 @@ def _autoep_columns(
     listing: Listing, grid: Grid, model: ModelStates, first: OptimStates, dealt: Mapping[str, Division]
 ) -> tuple[GridColumn, ...]:
     """The optimizer files: a column of what every rank has, and one for each place of experts, where there are some."""
-    groups, of_experts, share = _groups(model), dict[int, bool](), grid.dp // grid.ep
+    groups, of_experts, share = model.param_shapes or (), dict[int, bool](), grid.dp // grid.ep
     faults: list[Fault] = []
     for number, group in enumerate(groups):
         own = {name in dealt for name in group}

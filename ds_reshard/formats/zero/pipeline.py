@@ -33,7 +33,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.shards import compare_heads
 from ds_reshard.model.content import SCHEDULER, WEIGHT, joined, regrouped
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical
+from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
 
@@ -396,7 +396,10 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
         other = regrouped(state, again, number)[0] if isinstance(state, dict) else state
         if not unknown and canonical(made) == canonical(other):
             entries[SCHEDULER] = made
-            groups = tuple(_one_group([groups[at] for at in members]) for members in alike.values())
+            groups = tuple(
+                replace(groups[of[0]], members=tuple(name for at in of for name in groups[at].members))
+                for of in alike.values()
+            )
     model = replace(zero.model, entries=entries)
     return replace(zero, model=model, facts=replace(zero.facts, groups=groups))
 
@@ -435,10 +438,6 @@ def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
 def ties_first(names: Iterable[str]) -> list[str]:
     """The names as `PipelineModule.named_parameters` has them: it makes its dict of tied modules before any layer."""
     return sorted(names, key=lambda name: tied_key(name) is None)
-
-
-def _one_group(groups: Sequence[GroupFacts]) -> GroupFacts:
-    return replace(groups[0], members=tuple(name for group in groups for name in group.members))
 
 
 def _unsaved(zero: ZeroCheckpoint) -> dict[str, ElementType]:

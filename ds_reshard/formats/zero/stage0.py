@@ -133,7 +133,9 @@ def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]])
         for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
             if name in model.module:
                 found.place(name, "fp32", shape, model.module[name], state=False)
-    facts = OptimizerFacts(groups=tuple(_group_facts(groups, order)), scalars=found.scalars)
+    hyper = ({str(key): value for key, value in group.items() if key != "params"} for group in groups)
+    held = [GroupFacts(members=tuple(shapes), hyperparameters=own) for own, shapes in zip(hyper, order, strict=True)]
+    facts = OptimizerFacts(groups=tuple(held), scalars=found.scalars)
     layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
     named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
     return named, {0: {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}}
@@ -184,12 +186,6 @@ def facts_together(parts: Sequence[ZeroCheckpoint]) -> OptimizerFacts:
     ]
     scalars = {name: said for one in reversed(facts) for name, said in one.scalars.items()}
     return OptimizerFacts(groups=tuple(groups), scalars=scalars)
-
-
-def _group_facts(groups: list[dict[str, object]], order: Sequence[Mapping[str, Shape]]) -> Iterator[GroupFacts]:
-    for group, shapes in zip(groups, order, strict=True):
-        hyper = {str(key): value for key, value in group.items() if key != "params"}
-        yield GroupFacts(members=tuple(shapes), hyperparameters=hyper)
 
 
 def _counted(

@@ -401,7 +401,7 @@ class _Said:
         if not self._info:
             return self._by_attributes(name, shards)
         named = {kind for kind in (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE) if self._names(kind, name)}
-        parts = self._sub_params(name)
+        parts = {pattern: self._parts[pattern] for pattern in self._in_parts.of(name)}
         if len(named) + len(parts) > 1:
             raise Misfit("two patterns of the checkpoint name it", "one", ", ".join([*sorted(named), *parts]))
         vocabulary = self._info.get("original_vocab_size") if self._names(self._VOCABULARY, name) else None
@@ -463,10 +463,6 @@ class _Said:
 
     def _names(self, kind: str, name: str) -> bool:
         return kind in self._named and bool(self._named[kind].of(name))
-
-    def _sub_params(self, name: str) -> dict[str, Mapping[object, object]]:
-        """The entries that name a parameter with parts of its own, by the pattern that fits."""
-        return {pattern: self._parts[pattern] for pattern in self._in_parts.of(name)}
 
     def _widths(self, pattern: str) -> object:
         known = self._info.get("sub_param_shard_widths")
