@@ -252,21 +252,15 @@ def _places(
         one, other = _state(index), _state(told)
         name, file_name = one.get("fqn"), other.get("relative_path")
         start, nbytes = other.get("offset"), other.get("length")
-        if not isinstance(name, str) or not isinstance(file_name, str):
+        if not isinstance(name, str) or not isinstance(file_name, str) or "/" in file_name:
             raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
         if file_name not in files:
-            if os.path.basename(file_name) != file_name:
-                raise CheckpointDamaged(f"{path}: {name}: {file_name!r} is not the name of a file of the checkpoint")
             files[file_name] = os.path.join(folder, file_name)
         if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
             raise CheckpointDamaged(f"{path}: {name}: offset {start!r} and length {nbytes!r} are no numbers of bytes")
         offset = one.get("offset")
-        place = Place(
-            path=files[file_name],
-            byte_offset=start,
-            nbytes=nbytes,
-            transformed=bool(other.get("transform_descriptors")),
-        )
+        transformed = bool(other.get("transform_descriptors"))
+        place = Place(path=files[file_name], byte_offset=start, nbytes=nbytes, transformed=transformed)
         yield (name, None if offset is None else _sizes(path, name, offset)), place
 
 

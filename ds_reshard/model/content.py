@@ -14,6 +14,7 @@ from ds_reshard.model.records import ElementType, TensorRecord
 
 BASE, LAST, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
 MASTER, WEIGHT = "fp32", "weight"
+RENAME = "save it again under names that differ"
 SCHEDULER, STEPS, SAMPLES = "lr_scheduler", "global_steps", "global_samples"
 """The entries that every format has a place for; of DeepSpeed's model files, whose names they have everywhere."""
 USUAL = frozenset({SCHEDULER, STEPS, SAMPLES, "skipped_steps", "checkpoint_parallel_dims"})
@@ -24,6 +25,11 @@ PER_GROUP = (BASE, LAST, LAMBDAS)
 _OF_GROUPS = frozenset({*PER_GROUP, "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
 """Those of every scheduler of torch 2.13, of DeepSpeed 0.19.8 and of transformers."""
 _OF_NO_GROUP = frozenset({"_milestones", "milestones"})
+
+
+def named_as_weight(where: str, state: str) -> Fault:
+    what = f"{state} is an optimizer state of the name that a weight, or its master, has here"
+    return UnsupportedLayout.fault(where, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=RENAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

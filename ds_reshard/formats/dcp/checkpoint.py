@@ -22,7 +22,7 @@ from ds_reshard.containers.dcp_directory import (
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedListing, SavedState
-from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ElementType
@@ -104,9 +104,7 @@ def _named_as_weights(directory: Directory) -> Iterator[Fault]:
         nested = len(path) >= 3 and path[-3] == "state" and path[0] not in MODELS
         flattened = len(path) == 2 and path[0] == "optimizer" and path[1].startswith("state.")
         if (nested or flattened) and path[-1].rpartition(".")[2] in (MASTER, WEIGHT):
-            what = f"{family} is an optimizer state of the name that a weight, or its master, has here"
-            mend = "save it again under names that differ"
-            yield UnsupportedLayout.fault(directory.path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=mend)
+            yield named_as_weight(directory.path, family)
 
 
 def _of_one_name(directory: Directory) -> Iterator[Fault]:

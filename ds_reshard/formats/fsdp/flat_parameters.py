@@ -25,7 +25,7 @@ from typing import NoReturn
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, error_of, raise_faults
-from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
@@ -50,13 +50,6 @@ def other_groups(path: str, groups: Sequence[GroupFacts], first: Sequence[GroupF
     if canonical(told) != canonical(expected):
         what = "its param groups have other members or values than rank 0's: of another run"
         yield damaged(path, what, "the same on all ranks", "others")
-
-
-def named_as_weight(path: str, name: object, kind: str) -> Fault:
-    """A state of the optimizer under the name that a weight, or its master, has here."""
-    what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
-    mend = "save it again under names that differ"
-    return UnsupportedLayout.fault(path, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=mend)
 
 
 def refuse(fault: Fault) -> NoReturn:
@@ -349,7 +342,7 @@ def _split(
                 continue
             for kind, value in kinds.items():
                 if str(kind) in (MASTER, WEIGHT):
-                    faults.append(named_as_weight(path, f"parameter {number}", str(kind)))
+                    faults.append(named_as_weight(path, f"parameter {number}: {kind}"))
                     continue
                 if isinstance(value, TensorRecord) and value.shape != () and value.contiguous:
                     tensors.setdefault(number, {})[str(kind)] = value

@@ -25,7 +25,7 @@ from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, fail, raise_faults
 from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
-from ds_reshard.model.content import MASTER, SCHEDULER, STEPS, WEIGHT, Path, flattened
+from ds_reshard.model.content import MASTER, RENAME, SCHEDULER, STEPS, WEIGHT, Path, flattened, named_as_weight
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
@@ -43,7 +43,6 @@ _OTHERS = ("latest", ".metadata", "zero_to_fp32.py", "pytorch_model_fsdp_0")
 _INDEX_NBYTES = 1 << 28
 # Of torch's own (torch/optim/_adafactor.py, 2.13) and of transformers' (optimization.py, 5.23).
 _FACTORED = ("row_var", "col_var", "exp_avg_sq_row", "exp_avg_sq_col")
-_RENAME = "save it again under names that differ"
 _NUMBERED = ("params", "param_names")
 _WHOLE = "save the whole state dict of the optimizer"
 _LIST = "write a JSON list of the parameters' names, in the order of their numbers, into"
@@ -220,7 +219,7 @@ def _refuse_alike(where: str, keys: Iterable[object]) -> None:
     """Raise for keys that are one name here, as 1 and "1" are."""
     counted = Counter(map(str, keys))
     faults = [
-        UnsupportedLayout.fault(where, f"several of its keys are {name!r} as a text", "one", str(count), mend=_RENAME)
+        UnsupportedLayout.fault(where, f"several of its keys are {name!r} as a text", "one", str(count), mend=RENAME)
         for name, count in counted.items()
         if count > 1
     ]
@@ -338,9 +337,7 @@ def _unproved(
     for kind, value in kinds.items():
         shape = value.shape if isinstance(value, TensorRecord) else None
         if str(kind) in (MASTER, WEIGHT):
-            what = f"{name} has an optimizer state of the name {kind!r}, which is that of its weight here"
-            expected, mend = f"any name but {MASTER!r} and {WEIGHT!r}", _RENAME
-            yield UnsupportedLayout.fault(path, what, expected, mend=mend)
+            yield named_as_weight(path, f"{name}: {kind}")
         elif not _is_single(value, kind, weight) and shape != weight.shape:
             what = f"parameter {number} is not {name}: its {kind} is of another shape"
             mend = f"{_LIST} {NAMES} beside it"

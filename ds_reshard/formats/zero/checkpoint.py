@@ -28,6 +28,7 @@ from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.target import RunSizes
 
 OPTIM, MODEL = "optim", "model"
 AUTOEP = "ds_autoep_layers"
@@ -57,13 +58,8 @@ FIRST_ROW = Row(size=0)
 """Of a reader of what all rows have alike."""
 
 
-class Grid(NamedTuple):
+class Grid(RunSizes):
     """How many ranks saved a checkpoint, along each axis."""
-
-    dp: int
-    tp: int = 1
-    pp: int = 1
-    ep: int = 1
 
     def column(self, stage: int, tp_rank: int) -> int:
         """The number after `mp_rank_` of a stage's files (`PipelineParallelGrid`, runtime/pipe/topology.py, 0.19.8)."""
