@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 
+from ds_reshard.model.during import during
+
 _DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
 
 
@@ -18,11 +20,8 @@ def digests() -> Iterator[dict[str, bytes]]:
     it lies inside another file; of a pickle, as the directory of torch.distributed.checkpoint is one, all of it.
     """
     found: dict[str, bytes] = {}
-    token = _DIGESTS.set(found)
-    try:
+    with during(_DIGESTS, found):
         yield found
-    finally:
-        _DIGESTS.reset(token)
 
 
 def asked() -> dict[str, bytes] | None:

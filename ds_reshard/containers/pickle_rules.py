@@ -8,13 +8,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
 from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, wrong_value
+from ds_reshard.model.during import during
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 
@@ -115,14 +116,9 @@ _OWN = "a class that holds data: nobody can vouch for functions of the machine, 
 _IN_FORCE: ContextVar[PickleRules | None] = ContextVar("pickle rules", default=None)
 
 
-@contextmanager
-def in_force(rules: PickleRules) -> Iterator[PickleRules]:
+def in_force(rules: PickleRules) -> AbstractContextManager[None]:
     """Let every pickle that is read inside the block be read under these rules."""
-    token = _IN_FORCE.set(rules)
-    try:
-        yield rules
-    finally:
-        _IN_FORCE.reset(token)
+    return during(_IN_FORCE, rules)
 
 
 def rules_in_force() -> PickleRules:

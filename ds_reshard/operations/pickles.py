@@ -7,7 +7,7 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.containers.remote import is_url, without_end
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
+from ds_reshard.model.during import during
 from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
 
@@ -144,14 +145,9 @@ def siblings(path: str, folder: str) -> list[str]:
 _SCANNED: ContextVar[tuple[str, ...]] = ContextVar("folders whose pickles were scanned", default=())
 
 
-@contextmanager
-def already_scanned(folder: str) -> Iterator[None]:
+def already_scanned(folder: str) -> AbstractContextManager[None]:
     """Within the block the pickles below a folder are not scanned again."""
-    token = _SCANNED.set((*_SCANNED.get(), os.path.join(os.path.abspath(folder), "")))
-    try:
-        yield
-    finally:
-        _SCANNED.reset(token)
+    return during(_SCANNED, (*_SCANNED.get(), os.path.join(os.path.abspath(folder), "")))
 
 
 Files = Callable[[list[Fault]], Iterable[str]]

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError, error_of, raise_faults
+from ds_reshard.model.during import during
 from ds_reshard.resume.policy import Given, ResumePolicy, combine, from_json
 
 PLACE = "command line"
@@ -262,14 +263,9 @@ def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
 _NO_RESUME: ContextVar[bool] = ContextVar("ds_reshard_no_resume", default=False)
 
 
-@contextmanager
-def no_resume() -> Iterator[None]:
+def no_resume() -> AbstractContextManager[None]:
     """What is loaded meanwhile is no resume, whoever has saved it: no policy applies to it."""
-    token = _NO_RESUME.set(True)
-    try:
-        yield
-    finally:
-        _NO_RESUME.reset(token)
+    return during(_NO_RESUME, True)
 
 
 def asked_policy(*more: Given) -> ResumePolicy:

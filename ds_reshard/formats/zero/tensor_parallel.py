@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from itertools import accumulate
 from math import prod
@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 from ds_reshard.errors import Fault, wrong_value
 from ds_reshard.formats.zero.patterns import Patterns
+from ds_reshard.model.during import during
 from ds_reshard.model.region import Box, Part, parts_of
 
 Shape = tuple[int, ...]
@@ -102,14 +103,9 @@ class Rule(NamedTuple):
 _GIVEN: ContextVar[tuple[Rule, ...]] = ContextVar("rules of tensor parallelism", default=())
 
 
-@contextmanager
-def given(rules: Sequence[Rule]) -> Iterator[None]:
+def given(rules: Sequence[Rule]) -> AbstractContextManager[None]:
     """Let every checkpoint that a tool opens inside the block be divided by these rules."""
-    token = _GIVEN.set(tuple(rules))
-    try:
-        yield
-    finally:
-        _GIVEN.reset(token)
+    return during(_GIVEN, tuple(rules))
 
 
 def rules_given() -> tuple[Rule, ...]:

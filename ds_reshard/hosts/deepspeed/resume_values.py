@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,7 @@ from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.model.during import during
 from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
@@ -387,23 +388,17 @@ def _with_parts(scheduler: object) -> list[object]:
     return [scheduler, *(part for inner in getattr(scheduler, "_schedulers", ()) for part in _with_parts(inner))]
 
 
-_THREAD = threading.local()
+_INSIDE: ContextVar[bool] = ContextVar("states of schedulers are left as they are", default=False)
 
 
-@contextmanager
-def as_it_is() -> Iterator[None]:
+def as_it_is() -> AbstractContextManager[None]:
     """States that schedulers are given inside are applied as they are."""
-    before = left_as_they_are()
-    _THREAD.inside = True
-    try:
-        yield
-    finally:
-        _THREAD.inside = before
+    return during(_INSIDE, True)
 
 
 def left_as_they_are() -> bool:
     """Whether this thread is inside `as_it_is`."""
-    return bool(getattr(_THREAD, "inside", False))
+    return _INSIDE.get()
 
 
 logger = logging.getLogger("ds_reshard")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.hooks import Call
+from ds_reshard.model.during import during
 from ds_reshard.resume.megatron import Schedule
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -160,23 +161,15 @@ def current() -> Load | None:
     return _CURRENT.get()
 
 
-@contextmanager
-def in_force(load: Load) -> Iterator[None]:
+def in_force(load: Load) -> AbstractContextManager[None]:
     """While inside, `current()` is this load."""
-    token = _CURRENT.set(load)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return during(_CURRENT, load)
 
 
 def build_state(call: Call) -> object:
     """While this runs, an optimizer may load its own state to allocate it: that is not a resume."""
-    token = _BUILDING.set(True)
-    try:
+    with during(_BUILDING, True):
         return call()
-    finally:
-        _BUILDING.reset(token)
 
 
 def is_building() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
+from ds_reshard.model.during import during
 from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy
@@ -79,14 +80,9 @@ def current() -> Load:
     return _CURRENT.get() or Load(policy=asked_policy())
 
 
-@contextmanager
-def in_force(load: Load) -> Iterator[None]:
+def in_force(load: Load) -> AbstractContextManager[None]:
     """While inside, `current()` is this load."""
-    token = _CURRENT.set(load)
-    try:
-        yield
-    finally:
-        _CURRENT.reset(token)
+    return during(_CURRENT, load)
 
 
 @dataclass(slots=True, kw_only=True)
