@@ -40,6 +40,11 @@ class Row:
     used: object
     because: str
 
+    @classmethod
+    def of(cls, name: str, checkpoint: object, this_run: object, used: object, because: str) -> Row:
+        """A row, its values in the order of the report's columns."""
+        return cls(name=name, checkpoint=checkpoint, this_run=this_run, used=used, because=because)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeReport:

@@ -426,50 +426,23 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
     assert own.last is not None
     saved, policy, request = own.last.saved, own.last.policy, own.last.request
-    batch = engine.train_batch_size()
+    clip = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
+    random = ("this run", "--finetune") if policy.finetune else ("the script's own", "DeepSpeed stores none")
+    data = "from its start" if policy.dataloader == "reset" else "the script's own"
     rows = [
-        Row(
-            name="iteration",
-            checkpoint=saved.iteration,
-            this_run=0,
-            used=engine.global_steps,
-            because=because(policy, "iteration"),
-        ),
-        Row(
-            name="samples",
-            checkpoint=saved.samples,
-            this_run=0,
-            used=engine.global_samples,
-            because=because(policy, "iteration"),
-        ),
+        Row.of("iteration", saved.iteration, 0, engine.global_steps, because(policy, "iteration")),
+        Row.of("samples", saved.samples, 0, engine.global_samples, because(policy, "iteration")),
         _position(engine, saved, policy, beside),
         *_group_rows(engine, own, saved, policy),
-        Row(
-            name="clip_grad",
-            checkpoint=saved.clip_grad,
-            this_run=own.clip_grad,
-            used=getattr(engine.optimizer, "clip_grad", engine.gradient_clipping()),
-            because=because(policy, "clip_grad"),
-        ),
+        Row.of("clip_grad", saved.clip_grad, own.clip_grad, clip, because(policy, "clip_grad")),
         *_optimizer(policy, request),
-        Row(
-            name="rng",
-            checkpoint=None,
-            this_run="this run",
-            used="this run" if policy.finetune else "the script's own",
-            because="--finetune" if policy.finetune else "DeepSpeed stores none",
-        ),
-        Row(
-            name="data",
-            checkpoint=None,
-            this_run="from its start",
-            used="from its start" if policy.dataloader == "reset" else "the script's own",
-            because=because(policy, "dataloader"),
-        ),
+        Row.of("rng", None, "this run", *random),
+        Row.of("data", None, "from its start", data, because(policy, "dataloader")),
         *_sizes(engine, saved),
-        *_found("fingerprints", own.last.proof, '"verify": "fingerprint"'),
     ]
-    warnings = batch_size_warning(saved.train_batch_size, batch)
+    if own.last.proof is not None:
+        rows.append(Row.of("fingerprints", None, None, own.last.proof, '"verify": "fingerprint"'))
+    warnings = batch_size_warning(saved.train_batch_size, engine.train_batch_size())
     warnings += tuple(_unused_rates(engine, own, policy))
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
@@ -491,7 +464,7 @@ def _sizes(engine: DeepSpeedEngine, saved: Saved) -> Iterator[Row]:
         ("accumulation", saved.accumulation if alone else None, engine.gradient_accumulation_steps()),
         ("global batch size", saved.train_batch_size, engine.train_batch_size()),
     ):
-        yield Row(name=name, checkpoint=then, this_run=now, used=now, because="this run")
+        yield Row.of(name, then, now, now, "this run")
 
 
 def _unused_rates(engine: DeepSpeedEngine, own: Own, policy: ResumePolicy) -> Iterator[str]:
@@ -506,11 +479,6 @@ def _unused_rates(engine: DeepSpeedEngine, own: Own, policy: ResumePolicy) -> It
         name = "initial_lr" if "initial_lr" in mine else "lr"
         if group.get(name) != mine.get(name):
             yield rate_warning(number, mine.get(name), group.get(name))
-
-
-def _found(name: str, used: str | None, why: str) -> Iterator[Row]:
-    if used is not None:
-        yield Row(name=name, checkpoint=None, this_run=None, used=used, because=why)
 
 
 def _counted(engine: DeepSpeedEngine, saved: Saved, beside: Beside | None) -> tuple[str, ...]:
@@ -544,13 +512,7 @@ def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy, besid
     scheduler = engine.lr_scheduler if beside is None else beside.scheduler
     theirs = (saved.position if saved.scheduler is not None else None) if beside is None else beside.saved_position
     used = position_of(scheduler) if scheduler is not None else None
-    return Row(
-        name="schedule position",
-        checkpoint=theirs,
-        this_run=0 if scheduler is not None else None,
-        used=used,
-        because=because(policy, "position"),
-    )
+    return Row.of("schedule position", theirs, 0 if scheduler is not None else None, used, because(policy, "position"))
 
 
 def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy) -> Iterator[Row]:
@@ -558,13 +520,8 @@ def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumeP
         theirs: Mapping[str, object] = saved.groups.get(number, {})
         for name in _SHOWN:
             if name in group:
-                yield Row(
-                    name=f"group {number}: {name}",
-                    checkpoint=theirs.get(name),
-                    this_run=mine.get(name),
-                    used=group[name],
-                    because=because(policy, "schedule" if name in SCHEDULED else "", name),
-                )
+                why = because(policy, "schedule" if name in SCHEDULED else "", name)
+                yield Row.of(f"group {number}: {name}", theirs.get(name), mine.get(name), group[name], why)
 
 
 def _optimizer(policy: ResumePolicy, request: Request) -> Iterator[Row]:
@@ -574,4 +531,4 @@ def _optimizer(policy: ResumePolicy, request: Request) -> Iterator[Row]:
         why = because(policy, "optimizer")
         if not present and why == "host":
             why = "arguments of load_checkpoint"
-        yield Row(name=name, checkpoint="saved", this_run=anew, used="checkpoint" if present else anew, because=why)
+        yield Row.of(name, "saved", anew, "checkpoint" if present else anew, why)

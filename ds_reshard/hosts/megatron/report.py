@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
 from ds_reshard.hosts.megatron.group_values import remembered
-from ds_reshard.hosts.megatron.groups import BOUNDS
+from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE
 from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
 from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
 from ds_reshard.operations.ranks import rank
@@ -18,7 +18,7 @@ from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, beca
 
 logger = logging.getLogger("ds_reshard")
 
-_OF_GROUP = ("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
+_OF_GROUP = ("lr", "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULE = tuple(name for name in FIELDS if name not in BOUNDS)
 _PRETRAINED = "--pretrained-checkpoint"
 
@@ -67,17 +67,11 @@ def _counters(load: Load, arguments: Namespace, iteration: int) -> Iterator[Row]
     found, policy = load.found, load.policy
     assert found is not None
     why = _PRETRAINED if load.another_model else because(policy, "iteration")
-    yield Row(name="iteration", checkpoint=found.iteration, this_run=0, used=iteration, because=why)
+    yield Row.of("iteration", found.iteration, 0, iteration, why)
     saved = _of(found.arguments, "consumed_train_samples")
     why = why if policy.iteration == "reset" or policy.finetune else because(policy, "dataloader")
-    yield Row(name="consumed samples", checkpoint=saved, this_run=0, used=arguments.consumed_train_samples, because=why)
-    yield Row(
-        name="data",
-        checkpoint=f"sample {saved}",
-        this_run="sample 0",
-        used=f"sample {arguments.consumed_train_samples}",
-        because=why,
-    )
+    yield Row.of("consumed samples", saved, 0, arguments.consumed_train_samples, why)
+    yield Row.of("data", f"sample {saved}", "sample 0", f"sample {arguments.consumed_train_samples}", why)
 
 
 def _schedule(load: Load) -> Iterator[Row]:
@@ -89,13 +83,11 @@ def _schedule(load: Load) -> Iterator[Row]:
     run, used = run_schedule(scheduler), live_schedule(scheduler)
     position = saved.position if saved is not None else None
     why = because(load.policy, "position")
-    yield Row(name="position (samples)", checkpoint=position, this_run=0, used=used.position, because=why)
+    yield Row.of("position (samples)", position, 0, used.position, why)
     values: Mapping[str, object] = saved.values if saved is not None else {}
     for name in _OF_SCHEDULE:
         why = because(load.policy, "schedule")
-        yield Row(
-            name=name, checkpoint=values.get(name), this_run=run.values[name], used=used.values[name], because=why
-        )
+        yield Row.of(name, values.get(name), run.values[name], used.values[name], why)
 
 
 def _groups(load: Load) -> Iterator[Row]:
@@ -111,36 +103,27 @@ def _groups(load: Load) -> Iterator[Row]:
 
 
 def _group(load: Load, label: str, used: Group, run: Group, saved: Group) -> Iterator[Row]:
-    decided = because(load.policy, "schedule")
-    yield Row(
-        name=f"{label} lr",
-        checkpoint=as_number(saved.get("lr")),
-        this_run=as_number(run.get("lr")),
-        used=as_number(used.get("lr")),
-        because=decided,
-    )
     for name in _OF_GROUP:
         values = [as_number(group.get(name)) for group in (saved, run, used)]
         if any(value is not None for value in values):
-            of_schedule = name in BOUNDS or name == "weight_decay"
-            why = because(load.policy, "schedule" if of_schedule else name, name)
-            yield Row(name=f"{label} {name}", checkpoint=values[0], this_run=values[1], used=values[2], because=why)
+            why = because(load.policy, "schedule" if name in OF_SCHEDULE else name, name)
+            yield Row.of(f"{label} {name}", values[0], values[1], values[2], why)
 
 
 def _states(load: Load) -> Iterator[Row]:
     policy, parts = load.policy, leaves(load.optimizer)
     kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
     why = because(policy, "optimizer")
-    yield Row(name="optimizer", checkpoint=None, this_run=kinds, used=kinds, because=why)
+    yield Row.of("optimizer", None, kinds, kinds, why)
     masters = "from the checkpoint" if policy.loads_masters else "from the loaded weights"
     moments = "from the checkpoint" if policy.loads_moments else "zero"
-    yield Row(name="fp32 masters", checkpoint=None, this_run=None, used=masters, because=why)
-    yield Row(name="moments and step", checkpoint=None, this_run=None, used=moments, because=why)
+    yield Row.of("fp32 masters", None, None, masters, why)
+    yield Row.of("moments and step", None, None, moments, why)
     for part in parts:
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None:
             why = because(policy, "optimizer", "loss_scale")
-            yield Row(name="loss scale", checkpoint=None, this_run=None, used=as_number(scaler.scale), because=why)
+            yield Row.of("loss scale", None, None, as_number(scaler.scale), why)
 
 
 def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
@@ -149,7 +132,7 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     yield from _states(load)
     clip = _clip(leaves(load.optimizer), arguments)
     why = because(policy, "clip_grad", "clip_grad") if policy.takes("clip_grad") else "host"
-    yield Row(name="clip_grad", checkpoint=_of(found.arguments, "clip_grad"), this_run=clip, used=clip, because=why)
+    yield Row.of("clip_grad", _of(found.arguments, "clip_grad"), clip, clip, why)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
     there = not found.release and not _of(found.arguments, "no_save_rng")
@@ -158,14 +141,14 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     why = why if there or why != "host" else "none were saved"
     if load.taken is not None:
         told = "; ".join(load.taken.why)
-        yield Row(name="tensors read by", checkpoint=None, this_run="Megatron-LM", used="ds_reshard", because=told)
+        yield Row.of("tensors read by", None, "Megatron-LM", "ds_reshard", told)
         kept = kept and load.taken.random is not None
         why = why if kept or why != "host" else told
     used = "from the checkpoint" if kept else "of this run"
-    yield Row(name="random states", checkpoint=None, this_run=None, used=used, because=why)
+    yield Row.of("random states", None, None, used, why)
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):
         now = getattr(arguments, name, None)
-        yield Row(name=label, checkpoint=_of(found.arguments, name), this_run=now, used=now, because="host")
+        yield Row.of(label, _of(found.arguments, name), now, now, "host")
 
 
 def _clip(parts: tuple[Optimizer, ...], arguments: Namespace) -> object:

@@ -58,7 +58,7 @@ class Load:
 
     def row(self, name: str, used: object, why: str, *, saved: object = None, run: object = None) -> None:
         """Note a value for the report: the checkpoint's, this run's, the one used, and why."""
-        self.rows.append(Row(name=name, checkpoint=saved, this_run=run, used=used, because=why))
+        self.rows.append(Row.of(name, saved, run, used, why))
 
     def publish(self) -> None:
         """Log the report once and publish it, on rank 0."""
