@@ -10,6 +10,7 @@ is newer than 0.19.5; without it there are no gaps.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -156,15 +157,8 @@ def live_kind(engine: DeepSpeedEngine) -> str:
     optimizer = getattr(engine, "optimizer", None)
     if type(getattr(optimizer, "optimizer", None)).__name__ == "DummyOptim":
         return "none"  # bf16 at stage 0 is wrapped without one, too (`_configure_bf16_optimizer`, engine.py, 0.19.8)
-    marks = {
-        "fp32_groups_flat_partition": "bf16",
-        "single_partition_of_fp32_groups": "zero",
-        "fp32_partitioned_groups_flat": "zero3",
-        "fp32_groups_flat": "fused",
-        "fp32_groups": "unfused",
-    }
-    for attribute, kind in marks.items():
-        if hasattr(optimizer, attribute):
+    for kind, (_, masters) in _HELD.items():
+        if hasattr(optimizer, masters):
             return kind
     if engine.zero_optimization_stage() == 3:
         return "offload"
@@ -179,8 +173,7 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     optimizer, names = engine.optimizer, param_names(engine)
     # a PipelineModule's BF16_Optimizer divides its masters at stage 0 too (`_configure_bf16_optimizer`, engine.py)
     stage = int(engine.zero_optimization_stage()) or int(kind == "bf16")
-    readers = {"zero": _zero, "bf16": _bf16, "zero3": _zero3, "fused": _fused, "unfused": _unfused, "torch": _torch}
-    buffers = tuple(readers[kind](optimizer, names))
+    buffers = tuple(_buffers(kind, optimizer, names))
     groups = tuple(getattr(optimizer, "optimizer", optimizer).param_groups)
     group = None if stage == 0 else optimizer.dp_process_group
     return LiveOptimizer(
@@ -210,91 +203,71 @@ def param_shape(param: torch.Tensor) -> Shape:
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def _shapes(params: list[torch.Tensor], names: dict[torch.Tensor, str]) -> dict[str, Shape]:
+def _shapes(params: Sequence[torch.Tensor], names: dict[torch.Tensor, str]) -> dict[str, Shape]:
     return {names[param]: param_shape(param) for param in params}
 
 
-def _zero(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    groups = optimizer.round_robin_bit16_groups
-    gaps = getattr(optimizer, "round_robin_bit16_padding", None)
-    flats = optimizer.single_partition_of_fp32_groups
-    group_of = _group_of(optimizer)
-    return [
-        FlatBuffer(
+_HELD = {
+    "bf16": ("bf16_groups", "fp32_groups_flat_partition"),
+    "zero": ("round_robin_bit16_groups", "single_partition_of_fp32_groups"),
+    "zero3": ("fp16_groups", "fp32_partitioned_groups_flat"),
+    "fused": ("fp16_groups", "fp32_groups_flat"),
+    "unfused": ("fp16_groups", "fp32_groups"),
+}
+"""Where each of DeepSpeed's optimizers lists parameters and masters; the latter tell them apart, in this order."""
+
+
+def _held(kind: str, optimizer: ZeROOptimizer) -> Iterator[tuple[int, Sequence[torch.Tensor], torch.Tensor]]:
+    """Parameters with the tensor that has their masters, and its number: of a param group, at stage 3 a sub-group."""
+    if kind == "torch":
+        for number, group in enumerate(optimizer.param_groups):
+            yield from ((number, [param], param) for param in group["params"] if param.requires_grad)
+        return
+    listed = (getattr(optimizer, name) for name in _HELD[kind])
+    for number, (params, masters) in enumerate(zip(*listed, strict=True)):
+        if kind == "unfused":
+            yield from ((number, [param], master) for param, master in zip(params, masters, strict=True))
+        else:
+            yield number, params, masters
+
+
+def _buffers(kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> Iterator[FlatBuffer]:
+    gaps = getattr(optimizer, "round_robin_bit16_padding", None) if kind == "zero" else None
+    for number, params, fp32 in _held(kind, optimizer):
+        yield FlatBuffer(
             shapes=_shapes(params, names),
-            fp32=flat,
-            gaps=tuple(gaps[g]) if gaps else None,
-            group=group_of[id(flat)],
-            share=_share(optimizer, g),
+            fp32=fp32,
+            gaps=tuple(gaps[number]) if gaps else None,
+            group=_group(kind, optimizer, number, fp32),
+            share=_share(kind, optimizer, number),
         )
-        for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
-    ]
 
 
-def _group_of(optimizer: ZeROOptimizer) -> dict[int, int]:
-    """The param group of each flat tensor, by identity.
+def _group(kind: str, optimizer: ZeROOptimizer, number: int, fp32: torch.Tensor) -> int:
+    """The param group of a flat tensor.
 
     Not always one each: DeepSpeed rebuilds torch's Adagrad with all flat partitions in a single group
     (`initialize_optimizer_states`, runtime/zero/stage_1_and_2.py, 0.19.8).
     """
-    return {id(flat): g for g, group in enumerate(optimizer.optimizer.param_groups) for flat in group["params"]}
+    if kind == "zero3":
+        return int(optimizer.sub_group_to_group_id[number])
+    if kind == "zero":
+        groups = optimizer.optimizer.param_groups
+        (number,) = (g for g, group in enumerate(groups) if any(flat is fp32 for flat in group["params"]))
+    return number
 
 
-def _bf16(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    groups = optimizer.bf16_groups
-    flats = optimizer.fp32_groups_flat_partition
-    return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g, share=_share(optimizer, g))
-        for g, (params, flat) in enumerate(zip(groups, flats, strict=True))
-    ]
-
-
-def _share(optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
-    return _among(optimizer, optimizer.real_dp_process_group[number])
-
-
-def _among(optimizer: ZeROOptimizer, group: dist.ProcessGroup) -> tuple[int, int] | None:
+def _share(kind: str, optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
     """The ranks that divide a group of experts are fewer than those that divide the others.
 
     More are those of a device mesh that an engine has left in this process: then the layout rule does not hold.
     """
-    size = world_size(group)
-    return (rank(group), size) if size < world_size(optimizer.dp_process_group) else None
-
-
-def _zero3(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    groups = optimizer.fp16_groups
-    flats = optimizer.fp32_partitioned_groups_flat
-    group_of = optimizer.sub_group_to_group_id
-    sharing = getattr(optimizer, "sub_group_process_groups", [optimizer.dp_process_group] * len(groups))
-    return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=group_of[i], share=_among(optimizer, of))
-        for i, (params, flat, of) in enumerate(zip(groups, flats, sharing, strict=True))
-    ]
-
-
-def _fused(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    return [
-        FlatBuffer(shapes=_shapes(params, names), fp32=flat, gaps=None, group=g)
-        for g, (params, flat) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True))
-    ]
-
-
-def _unfused(optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    return [
-        FlatBuffer(shapes=_shapes([param], names), fp32=master, gaps=None, group=g)
-        for g, (params, masters) in enumerate(zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True))
-        for param, master in zip(params, masters, strict=True)
-    ]
-
-
-def _torch(optimizer: torch.optim.Optimizer, names: dict[torch.Tensor, str]) -> list[FlatBuffer]:
-    return [
-        FlatBuffer(shapes=_shapes([param], names), fp32=param, gaps=None, group=g)
-        for g, group in enumerate(optimizer.param_groups)
-        for param in group["params"]
-        if param.requires_grad
-    ]
+    sharing = {"zero": "real_dp_process_group", "bf16": "real_dp_process_group", "zero3": "sub_group_process_groups"}
+    groups = getattr(optimizer, sharing[kind], None) if kind in sharing else None
+    if groups is None:
+        return None
+    size = world_size(groups[number])
+    return (rank(groups[number]), size) if size < world_size(optimizer.dp_process_group) else None
 
 
 def event(engine: DeepSpeedEngine, when: str) -> None:
