@@ -116,15 +116,15 @@ def left_as_built(engine: DeepSpeedEngine, grid: LiveGrid) -> None:
 
 def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
     """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
-    if prove and wants.divided:
-        what, mend = "does not prove tensors that this run divides otherwise", '"reshard": {"verify": "crc32"}'
-        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
-    if prove and wants.wholes:
-        what, mend = "does not prove the momentum of Muon", '"reshard": {"verify": "crc32"}'
-        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
-    if prove and wants.shares:
-        what, mend = "does not prove the experts of a mixture", '"reshard": {"verify": "crc32"}'
-        yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
+    left_out = {
+        "tensors that this run divides otherwise": wants.divided,
+        "the momentum of Muon": wants.wholes,
+        "the experts of a mixture": wants.shares,
+    }
+    for name, there in left_out.items():
+        if prove and there:
+            what, mend = f"does not prove {name}", '"reshard": {"verify": "crc32"}'
+            yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
 def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid, orders: Orders) -> Named:

@@ -561,38 +561,28 @@ class SavedGroups:
 
 
 def _disagreements(number: int, members: list[str], one: GroupFacts, other: GroupFacts) -> Iterator[tuple[str, Fault]]:
-    first, second = one.hyperparameters or {}, other.hyperparameters or {}
-    names = [next(n for n in members if n in set(group.members)) for group in (one, other)]
-    for key in sorted({*first, *second}):
-        if canonical(first.get(key)) != canonical(second.get(key)):
-            yield (
-                key,
-                ParamGroupMismatch.fault(
-                    f"param group {number}",
-                    f"its members were saved with different values of {key!r}",
-                    f"{describe(first.get(key))} (as {names[0]})",
-                    f"{describe(second.get(key))} (as {names[1]})",
-                    mend="build the param groups that were saved, or pass --no-load-optim, or "
-                    "load_optimizer_states=False",
-                ),
-            )
+    first, second = (
+        (next(n for n in members if n in set(group.members)), group.hyperparameters or {}) for group in (one, other)
+    )
+    mend = "build the param groups that were saved, or pass --no-load-optim, or load_optimizer_states=False"
+    return _differing(f"param group {number}", "", first, second, mend)
 
 
 def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tuple[Mapping[str, Scalar], list[Fault]]:
     """The scalar states that one flat buffer takes over; its members must agree."""
-    first = facts.scalars.get(members[0], {}) if members else {}
-    faults = []
-    for name in members:
-        scalars = facts.scalars.get(name, {})
-        for key in sorted({*first, *scalars}):
-            if canonical(first.get(key)) != canonical(scalars.get(key)):
-                faults.append(
-                    ParamGroupMismatch.fault(
-                        where,
-                        f"its members were saved with different values of state {key!r}",
-                        f"{describe(first.get(key))} (as {members[0]})",
-                        f"{describe(scalars.get(key))} (as {name})",
-                        mend="build the optimizer with the param groups that were saved",
-                    )
-                )
-    return first, faults
+    first, *others = [(name, facts.scalars.get(name, {})) for name in members] or [("", {})]
+    mend = "build the optimizer with the param groups that were saved"
+    return first[1], [fault for other in others for _, fault in _differing(where, "state ", first, other, mend)]
+
+
+_Named = tuple[str, Mapping[str, object]]
+
+
+def _differing(where: str, kind: str, one: _Named, other: _Named, mend: str) -> Iterator[tuple[str, Fault]]:
+    """Each value that two members of what this run has together were saved with, and that differs."""
+    for key in sorted({*one[1], *other[1]}):
+        first, second = one[1].get(key), other[1].get(key)
+        if canonical(first) != canonical(second):
+            what = f"its members were saved with different values of {kind}{key!r}"
+            said = f"{describe(first)} (as {one[0]})", f"{describe(second)} (as {other[0]})"
+            yield key, ParamGroupMismatch.fault(where, what, *said, mend=mend)
