@@ -250,7 +250,6 @@ SETTINGS = (
     ({"reshard": {"threads": True}}, "from 1 to 256"),
     ({"reshard": {"always": "yes"}}, "true or false"),
     ({"reshard": {"speed": 3}}, "one of always, threads, memory_mib, device, verify"),
-    ({"reshard": {"share_reads": "off"}}, "share_reads: was dropped in 0.1.0"),
     ({"enabled": 1}, "true or false"),
     ({"trust": "a.B"}, "a list"),
 )

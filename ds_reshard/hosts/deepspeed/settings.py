@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -18,9 +18,26 @@ from ds_reshard.resume.schedulers import clock_faults, clock_in
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events", "timeout_s")
 _RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
-_DROPPED = {"share_reads": "0.1.0"}
-_DEVICES = ("auto", "cpu", "cuda")
-_VERIFY = ("crc32", "fingerprint", "off")
+
+
+def _whole(most: int) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
+
+
+def _switch(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "enabled": ("true or false", _switch),
+    "names": ("the path of a JSON file", lambda value: value is None or isinstance(value, str)),
+    "reshard.always": ("true or false", _switch),
+    "reshard.threads": ("a whole number from 1 to 256", _whole(256)),
+    "reshard.memory_mib": ("a whole number from 1 to 1048576", _whole(1 << 20)),
+    "reshard.device": ('one of "auto", "cpu", "cuda"', ("auto", "cpu", "cuda").__contains__),
+    "reshard.verify": ('one of "crc32", "fingerprint", "off"', ("crc32", "fingerprint", "off").__contains__),
+}
+"""What each plain setting takes, and whether a value is that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +56,7 @@ class Settings:
 
     enabled: bool = True
     always: bool = False
-    threads: int = 4
+    threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     memory_mib: int = 64
     device: str = "auto"
     verify: str = "crc32"
@@ -78,45 +95,23 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         faults.append(wrong_value(f"{SECTION}.reshard", "an object", reshard))
         reshard = {}
     faults += [_unknown(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
-    enabled = section.get("enabled", True)
-    always = reshard.get("always", False)
-    threads = reshard.get("threads", min(4, os.cpu_count() or 1))
-    memory_mib = reshard.get("memory_mib", 64)
-    device = reshard.get("device", "auto")
-    verify = reshard.get("verify", "crc32")
-    trust = section.get("trust", [])
-    for key, value in (("enabled", enabled), ("reshard.always", always)):
-        if not isinstance(value, bool):
-            faults.append(wrong_value(f"{SECTION}.{key}", "true or false", value))
-    for key, value, low, high in (("threads", threads, 1, 256), ("memory_mib", memory_mib, 1, 1 << 20)):
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            faults.append(wrong_value(f"{SECTION}.reshard.{key}", f"a whole number from {low} to {high}", value))
-    for key, value, allowed in (("device", device, _DEVICES), ("verify", verify, _VERIFY)):
-        if value not in allowed:
-            faults.append(
-                wrong_value(f"{SECTION}.reshard.{key}", "one of " + ", ".join(f'"{v}"' for v in allowed), value)
-            )
-    names = section.get("names")
-    if names is not None and not isinstance(names, str):
-        faults.append(wrong_value(f"{SECTION}.names", "the path of a JSON file", names))
-    rules = reshard.get("tensor_parallel", [])
+    said = {**section, **{f"reshard.{key}": value for key, value in reshard.items()}}
+    for key, (expected, fits) in _VALUES.items():
+        if key in said and not fits(said[key]):
+            faults.append(wrong_value(f"{SECTION}.{key}", expected, said[key]))
+    rules, trust = reshard.get("tensor_parallel", []), section.get("trust", [])
     faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
     faults += clock_faults(section.get("accelerate", {}))
     progress, events, timeout_s = (section.get(key) for key in ("progress", "events", "timeout_s"))
     faults += watching_faults(f"{SECTION}.", progress, events, timeout_s)
     raise_faults(faults, subject="DeepSpeed config")
+    values = {key.removeprefix("reshard."): said[key] for key in _VALUES if key in said}
     return Settings(
-        enabled=enabled,
-        always=always,
-        threads=threads,
-        memory_mib=memory_mib,
-        device=device,
-        verify=verify,
+        **values,
         trust=frozenset(trust),
         resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
-        names=names,
         tensor_parallel=rules_in(rules),
         progress=progress,
         events=events,
@@ -163,7 +158,7 @@ def check_batch(call: Call) -> None:
 def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
     return ConfigError.fault(
         f"{section}.{key}",
-        f"was dropped in {_DROPPED[key]}" if key in _DROPPED else "is not a setting",
+        "is not a setting",
         f"one of {', '.join(allowed)}",
         repr(key),
         mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
