@@ -57,7 +57,7 @@ class Matched:
     bounds_unknown: frozenset[int] = frozenset()
 
 
-_Split = Callable[[int], Hashable]
+_Known = Sequence[Hashable]
 _Part = tuple[list[int], list[int]]
 
 
@@ -143,17 +143,12 @@ def _parts(
     live: Sequence[Group], saved: Sequence[Group], part: _Part, shapes: tuple[Sequence[Shapes], Sequence[Shapes]] | None
 ) -> list[_Part]:
     """Groups of one structure, cut by what else tells them apart."""
-    evidence: list[tuple[_Split, _Split]] = []
-    if shapes is not None:
-        of_live, of_saved = shapes
-        evidence.append((lambda i: of_live[i], lambda j: of_saved[j]))
-    evidence += [
-        (lambda i: live[i].get("default_config"), lambda j: saved[j].get("default_config")),
-        (lambda i: live[i].get("eps"), lambda j: saved[j].get("eps")),
-    ]
+    evidence: list[tuple[_Known, _Known]] = [shapes] if shapes is not None else []
+    for name in ("default_config", "eps"):
+        evidence.append(([group.get(name) for group in live], [group.get(name) for group in saved]))
     parts = [part]
-    for of_mine, of_theirs in evidence:
-        parts = [piece for one in parts for piece in _split(one, of_mine, of_theirs)]
+    for of_live, of_saved in evidence:
+        parts = [piece for one in parts for piece in _split(one, of_live, of_saved)]
     return parts
 
 
@@ -170,7 +165,7 @@ def _pair(
     ):
         return in_order
     if policy.scheduler == "host" and not policy.schedule_is_this_runs:
-        return _by_value(mine, theirs, lambda i: bounds(live[i]), lambda j: bounds(saved[j]))
+        return _by_bounds(live, saved, part)
     return None
 
 
@@ -184,21 +179,22 @@ def _differing(saved: Sequence[Group], theirs: list[int], policy: ResumePolicy) 
     return [name for name in names if any(as_number(saved[j].get(name)) != as_number(first.get(name)) for j in theirs)]
 
 
-def _split(part: tuple[list[int], list[int]], mine: _Split, theirs: _Split) -> list[tuple[list[int], list[int]]]:
+def _split(part: _Part, live: _Known, saved: _Known) -> list[_Part]:
     """Cut a part by a property, if both sides have it the same number of times each; else leave it whole."""
-    first, second = part
-    if Counter(map(mine, first)) != Counter(map(theirs, second)):
+    mine, theirs = part
+    if Counter(live[i] for i in mine) != Counter(saved[j] for j in theirs):
         return [part]
     return [
-        ([i for i in first if mine(i) == value], [j for j in second if theirs(j) == value])
-        for value in dict.fromkeys(map(mine, first))
+        ([i for i in mine if live[i] == value], [j for j in theirs if saved[j] == value])
+        for value in dict.fromkeys(live[i] for i in mine)
     ]
 
 
-def _by_value(mine: list[int], theirs: list[int], of_mine: _Split, of_theirs: _Split) -> dict[int, int] | None:
-    """Pairs of equal values, if each value is there once on either side."""
-    found = {of_theirs(j): j for j in theirs}
-    wanted = [of_mine(i) for i in mine]
+def _by_bounds(live: Sequence[Group], saved: Sequence[Group], part: _Part) -> dict[int, int] | None:
+    """Pairs of equal bounds, if each are there once on either side."""
+    mine, theirs = part
+    found = {bounds(saved[j]): j for j in theirs}
+    wanted = [bounds(live[i]) for i in mine]
     if len(found) != len(theirs) or len(set(wanted)) != len(mine) or set(wanted) != set(found):
         return None
     return {i: found[value] for i, value in zip(mine, wanted, strict=True)}

@@ -404,15 +404,14 @@ def _names_live_parameters(optimizer: Optimizer, state: object) -> bool:
     numbering with them; a state that `torch.load` made shares no memory with the optimizer.
     """
     assert optimizer.optimizer is not None
-    places = {
+    return not _places(optimizer.optimizer.state).isdisjoint(_places(_saved_states(state)))
+
+
+def _places(states: Mapping[object, object]) -> set[int]:
+    """Where the tensors of states begin in memory, those of one value left out."""
+    return {
         value.data_ptr()
-        for entry in optimizer.optimizer.state.values()
-        for value in entry.values()
-        if hasattr(value, "data_ptr") and len(getattr(value, "shape", ()))
-    }
-    return any(
-        value.data_ptr() in places
-        for entry in _saved_states(state).values()
+        for entry in states.values()
         for value in (entry.values() if isinstance(entry, Mapping) else ())
         if hasattr(value, "data_ptr") and len(getattr(value, "shape", ()))
-    )
+    }
