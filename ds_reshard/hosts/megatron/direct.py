@@ -98,20 +98,21 @@ class Reads:
 class Taken:
     """A load that is not left to Megatron: why, what was opened, and what this rank reads of it.
 
-    `shares` are None where the optimizer's state is not loaded; `kinds` are those that are read of each parameter.
+    A run that is still to come has no tensors. `shares` are None where the optimizer's state is not loaded; `kinds` are
+    those that are read of each parameter.
     `random` has the random states as Megatron takes them, None where they are not those of this rank.
     """
 
     saved: Saved
     why: list[str]
-    optimizer: object | None
     source: Checkpoint
-    pieces: list[Piece]
-    shares: list[Share] | None
-    kinds: tuple[str, ...]
-    weights: Reads
-    states: Reads
     random: object
+    optimizer: object | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    shares: list[Share] | None = None
+    kinds: tuple[str, ...] = ()
+    weights: Reads = field(default_factory=Reads)
+    states: Reads = field(default_factory=Reads)
 
     def answer(self) -> Base:
         """What `_load_base_checkpoint` returns for such a load: all but the tensors, as plain values."""

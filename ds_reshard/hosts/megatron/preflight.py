@@ -31,7 +31,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
-from ds_reshard.hosts.megatron.direct import Reads, Taken, decided_by, kinds_read, random_kept, same_vocabulary
+from ds_reshard.hosts.megatron.direct import Taken, decided_by, kinds_read, random_kept, same_vocabulary
 from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
@@ -277,7 +277,8 @@ class _Forecasting:
         }
         load.read_in_place = saved.whole or bool(self.why)
         if self.why and self.source is not None:
-            load.taken = _taken(saved, self.source, self.why, () if random_kept(saved, self.run) else None)
+            random = () if random_kept(saved, self.run) else None
+            load.taken = Taken(saved=saved, why=self.why, source=self.source, random=random)
             if self.wanted and not _apart(self.run):
                 self.faults += experts_differ(load.taken.groups(), saved.folder)
         kind = SimpleNamespace(name=_KIND[saved.whole and not self.why])
@@ -288,7 +289,8 @@ class _Forecasting:
         with in_force(load):
             alone = policy.optimizer == "skip" and policy.keeps_position
             if (self.wanted or alone) and load.found.scheduler_state is not None:
-                load_scheduler(cast(Scheduler, load.scheduler), _original(load.scheduler), _state_of(load))
+                schedule = cast("Mapping[str, object]", load.found.scheduler_state)
+                load_scheduler(cast(Scheduler, load.scheduler), _original(load.scheduler), schedule)
         starts = policy.finetune or policy.iteration == "reset"
         kept = 0 if starts or policy.dataloader == "reset" else saved.arguments.get("consumed_train_samples", 0)
         arguments.consumed_train_samples = kept
@@ -329,9 +331,7 @@ def _apart(run: Mapping[str, object]) -> bool:
     return experts_apart(run) and (divided or Version(megatron.core.__version__) >= Version("0.19"))
 
 
-def _form(saved: Saved | None) -> str:
-    if saved is None:
-        return ""
+def _form(saved: Saved) -> str:
     return f"torch_dist ({saved.sharding or 'plain'})" if saved.whole else "torch"
 
 
@@ -339,22 +339,6 @@ def _sizes(arguments: Mapping[str, object]) -> str:
     names = {"tensor": "tp", "pipeline": "pp", "expert": "ep", "context": "cp"}
     told = [f"{short}={size_of(arguments, f'{name}_model_parallel_size')}" for name, short in names.items()]
     return ", ".join([*told, f"dp={size_of(arguments, 'data_parallel_size')}"])
-
-
-def _taken(saved: Saved, source: Checkpoint, why: list[str], random: object) -> Taken:
-    """A load that is not left to Megatron, of a run that has no tensors yet."""
-    return Taken(
-        saved=saved,
-        why=why,
-        optimizer=None,
-        source=source,
-        pieces=[],
-        shares=None,
-        kinds=(),
-        weights=Reads(),
-        states=Reads(),
-        random=random,
-    )
 
 
 def _other_model(saved: Saved, arguments: Namespace, *, taken: bool, optimizer: bool) -> Iterator[Fault]:
@@ -415,8 +399,3 @@ def _original(scheduler: object) -> Callable[[Mapping[str, object]], object]:
     """Megatron's own `load_state_dict`, below a hook where one is installed."""
     plain = type(scheduler).load_state_dict  # type: ignore[attr-defined]
     return functools.partial(getattr(plain, "__wrapped__", plain), scheduler)
-
-
-def _state_of(load: Load) -> Mapping[str, object]:
-    assert load.found is not None
-    return cast("Mapping[str, object]", load.found.scheduler_state)
