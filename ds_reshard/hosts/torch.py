@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 
@@ -44,20 +44,16 @@ def load_state_dict(call: Call) -> object:
 def begin_states(call: Call) -> object:
     """Of `_init_optim_state`: what it gives an optimizer, to have something to load into, is no training."""
     from ds_reshard.resume.policy_sources import asked_policy
+    from ds_reshard.resume.schedulers import innermost
 
-    policy, optimizer = asked_policy(), _innermost(call["optim"])
+    # accelerate's wrapper is an optimizer of torch without what one has (AcceleratedOptimizer of optimizer.py)
+    policy, optimizer = asked_policy(), cast("Optimizer", innermost(call["optim"]))
     if (policy.is_default and policy.report is None) or optimizer in _BEGUN or _has_trained(optimizer):
         return call()
     result = call()
     _BEGUN[optimizer] = None
     optimizer.register_step_post_hook(lambda stepped, *_: _BEGUN.pop(stepped, None))
     return result
-
-
-def _innermost(optimizer: Optimizer) -> Optimizer:
-    """accelerate's wrapper is an optimizer of torch without what one has (AcceleratedOptimizer of optimizer.py)."""
-    inner = getattr(optimizer, "optimizer", None)
-    return optimizer if inner is None else _innermost(inner)
 
 
 def _has_trained(optimizer: Optimizer) -> bool:
