@@ -21,7 +21,7 @@ class Patch:
 
     `target` is `package.module:Class.method` or `package.module:function`. `wrapper` gets the original and
     returns the replacement; it is called once for each install, and does not import the host. `signature` names the
-    leading parameters of the original in order (a first `self` or `cls` may be left out); the original
+    leading parameters of the original in order (a first `self` may be left out); the original
     may have more. `vendored_marker` is the name that a source patch sets to a true value in the target's
     module: where it is set, the source does the work and the hook stands aside. An `optional` patch is one of a
     module that not every user of the host has or imports: nothing waits for that module, and the patch is put

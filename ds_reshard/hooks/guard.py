@@ -51,8 +51,8 @@ class Site:
             return None
         if isinstance(self.owner, ModuleType):
             return stored if callable(stored) else None
-        if issubclass(type(stored), (staticmethod, classmethod, property)):
-            inner = stored.fget if isinstance(stored, property) else getattr(stored, "__func__", None)
+        if issubclass(type(stored), staticmethod):
+            inner = getattr(stored, "__func__", None)
             return inner if callable(inner) else None
         if type(stored) is FunctionType:
             return stored
@@ -64,16 +64,8 @@ class Site:
 
     def dressed(self, function: Function) -> object:
         """`function` as the same kind of descriptor as the attribute that it replaces."""
-        stored = self.stored
-        if isinstance(self.owner, ModuleType):
-            return function
-        if issubclass(type(stored), staticmethod):
-            return staticmethod(function)
-        if issubclass(type(stored), classmethod):
-            return classmethod(function)
-        if isinstance(stored, property) and issubclass(type(stored), property):
-            return property(function, stored.fset, stored.fdel, stored.__doc__)
-        return function
+        in_class = not isinstance(self.owner, ModuleType)
+        return staticmethod(function) if in_class and issubclass(type(self.stored), staticmethod) else function
 
 
 def locate(patch: Patch) -> Site | None:
@@ -183,7 +175,7 @@ def patch_faults(hooks: HostHooks, patch: Patch) -> list[Fault]:
         return [HookError.fault(patch.target, "no such attribute", mend=mend)]
     function = site.function()
     if function is None:
-        kinds, found = "function, method, staticmethod, classmethod or property", type(site.stored).__name__
+        kinds, found = "function, method or staticmethod", type(site.stored).__name__
         return [HookError.fault(patch.target, "cannot be wrapped", kinds, found, mend=mend)]
     return _signature_faults(patch, function, mend)
 
@@ -229,7 +221,7 @@ def _signature_faults(patch: Patch, function: Function, mend: str) -> list[Fault
 
 
 def _without_receiver(names: Sequence[str]) -> list[str]:
-    return list(names[1:] if names and names[0] in ("self", "cls") else names)
+    return list(names[1:] if names and names[0] == "self" else names)
 
 
 def _tested_install(hooks: HostHooks) -> str:

@@ -105,8 +105,6 @@ CALLS: dict[str, Callable[[], object]] = {
     METHOD: lambda: engine().Engine().load_checkpoint("here"),
     "fakeframe.engine:Engine.inherited": lambda: engine().Engine().inherited("here"),
     "fakeframe.engine:Engine.static": lambda: engine().Engine.static("here"),
-    "fakeframe.engine:Engine.of_class": lambda: engine().Engine.of_class("here"),
-    "fakeframe.engine:Engine.state": lambda: engine().Engine().state,
     "fakeframe.engine:Engine.Inner.method": lambda: engine().Engine.Inner().method("here"),
     FUNCTION: lambda: engine().load("here"),
 }

@@ -21,8 +21,7 @@ def test_install_replaces_and_remove_restores_the_identical_attributes(framework
     """Every kind of attribute is replaced in kind; after removal every `__dict__` holds the objects it held."""
     framework()
     before = attributes()
-    signature = () if target.endswith("state") else ("load_dir",)
-    installation = hooks.install(table(patch(target, signature=signature)))
+    installation = hooks.install(table(patch(target)))
     assert CALLS[target]() == ("ours", ("original", "here"))
     installation.remove()
     assert CALLS[target]() == ("original", "here")

@@ -26,6 +26,8 @@ GUARDED: dict[str, tuple[HostHooks, str, str]] = {
     "hidden signature": (table(patch("fakeframe.engine:Engine.anything")), "1.4.0", "have that wrapper use functools"),
     "not a function": (table(patch("fakeframe.engine:SETTING")), "1.4.0", "found int"),
     "a class": (table(patch("fakeframe.engine:Engine")), "1.4.0", "cannot be wrapped"),
+    "a classmethod": (table(patch("fakeframe.engine:Engine.of_class")), "1.4.0", "cannot be wrapped"),
+    "a property": (table(patch("fakeframe.engine:Engine.state")), "1.4.0", "cannot be wrapped"),
     "vendored": (table(patch(METHOD, marker="MARK")), "1.4.0", "MARK is set"),
 }
 
