@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import zipfile
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from damages import cut, duplicate, duplicate_without_name, flip, remove
 from gathered import assert_same
 from saves import Saves
 
@@ -26,59 +26,8 @@ def optim(rank: int) -> str:
     return f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
-def remove(*names: str) -> Callable[[Path], None]:
-    return lambda folder: [(folder / name).unlink() for name in names] and None
-
-
-def cut(name: str, keep: float) -> Callable[[Path], None]:
-    def run(folder: Path) -> None:
-        size = (folder / name).stat().st_size
-        os.truncate(folder / name, int(size * keep) if keep < 1 else size - 1)
-
-    return run
-
-
-def flip(name: str, record: str) -> Callable[[Path], None]:
-    """Flip one bit in the middle of the largest record whose name ends so."""
-
-    def run(folder: Path) -> None:
-        path = folder / name
-        with zipfile.ZipFile(path) as archive:
-            found = [i for i in archive.infolist() if record in i.filename]
-            entry = max(found, key=lambda i: i.file_size)
-        with path.open("r+b") as file:
-            file.seek(entry.header_offset + 26)
-            lengths = file.read(4)
-            start = (
-                entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            )
-            file.seek(start + entry.file_size // 2)
-            byte = file.read(1)[0]
-            file.seek(start + entry.file_size // 2)
-            file.write(bytes([byte ^ 1]))
-
-    return run
-
-
 def rename(old: str, new: str) -> Callable[[Path], None]:
     return lambda folder: (folder / old).rename(folder / new) and None
-
-
-def duplicate(source: str, target: str) -> Callable[[Path], None]:
-    return lambda folder: shutil.copyfile(folder / source, folder / target) and None
-
-
-def duplicate_without_name(source: str, target: str) -> Callable[[Path], None]:
-    """As a tool would that loads and saves through a stream: the zip root says nothing."""
-
-    def run(folder: Path) -> None:
-        content = torch.load(folder / source, weights_only=False)
-        for name in (source, target):
-            stream = io.BytesIO()
-            torch.save(content, stream)
-            (folder / name).write_bytes(stream.getvalue())
-
-    return run
 
 
 def legacy(name: str) -> Callable[[Path], None]:

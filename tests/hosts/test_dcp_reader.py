@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Model, Run
+from damages import flip
 from gathered import assert_moments, gathered, same_bits, scalars
 from saves import Saves, Universals
-from test_bad_input import flip
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ds_reshard.dcp

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from damages import flip
 from gathered import gathered
 from saves import Saves
-from test_bad_input import TAG, flip, optim
+from test_bad_input import TAG, optim
 from test_verify import STATES, _moment, _other_tree
 
 from ds_reshard.cli.main import main

@@ -13,10 +13,10 @@ import fresh
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damages import cut
 from gathered import same_bits
 from kept_folders import KeptFolders
 from safetensors.torch import load_file
-from test_bad_input import cut
 
 import ds_reshard.dcp
 from ds_reshard.formats.fsdp.checkpoint import open_fsdp

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damages import Damage, changed
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES
 from grid_truth import tensors
@@ -110,20 +110,10 @@ def test_a_grid_that_is_whole_passes(folders: Folders, grid: Grid) -> None:
     assert not verify(str(folders(grid)), deep=True).faults
 
 
-Damage = Callable[[Path], None]
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
 LAYER = "layer_02-model_00-model_states.pt"
 LAST = "zero_pp_rank_0_mp_rank_03_optim_states.pt"
-
-
-def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
-    def run(folder: Path) -> None:
-        content = torch.load(folder / name, weights_only=False)
-        change(content)
-        torch.save(content, folder / name)
-
-    return run
 
 
 def weight(name: str, key: str) -> Damage:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from damages import Damage, changed, duplicate, exchanged, remove
 from grid_cases import Folders, Grid
 
 from ds_reshard.errors import ReshardError
@@ -33,25 +34,6 @@ HEAD = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
 TIED, POSITION = "tied_modules.embed.weight", "tied_modules.embed.position"
-
-Damage = Callable[[Path], None]
-
-
-def remove(*names: str) -> Damage:
-    return lambda folder: [(folder / name).unlink() for name in names] and None
-
-
-def copied(name: str, to: str) -> Damage:
-    return lambda folder: shutil.copy(folder / name, folder / to) and None
-
-
-def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Damage:
-    def run(folder: Path) -> None:
-        content = torch.load(folder / name, weights_only=False)
-        change(content)
-        torch.save(content, folder / name)
-
-    return run
 
 
 def swapped(one: str, other: str) -> Damage:
@@ -124,17 +106,6 @@ def of_ranks(ranks: list[int]) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-def exchanged(one: str, other: str) -> Damage:
-    """Two files change places, as they are."""
-
-    def run(folder: Path) -> None:
-        (folder / one).rename(folder / "kept")
-        (folder / other).rename(folder / one)
-        (folder / "kept").rename(folder / other)
-
-    return run
-
-
 def decayed(content: dict[str, Any]) -> None:
     content["optimizer"]["param_groups"][1]["weight_decay"] = 0.75
 
@@ -189,7 +160,7 @@ REFUSED = {
     ),
     "one expert of AutoEP over another": (
         AUTOEP,
-        copied("layer_0_expert_1_mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt"),
+        duplicate("layer_0_expert_1_mp_rank_00_model_states.pt", "layer_0_expert_3_mp_rank_00_model_states.pt"),
         "CheckpointDamaged",
         "layer_0_expert_3_mp_rank_00_model_states.pt",
     ),
@@ -210,7 +181,7 @@ REFUSED = {
     ),
     "a column too many": (
         PIPE,
-        copied(MODEL, "mp_rank_02_model_states.pt"),
+        duplicate(MODEL, "mp_rank_02_model_states.pt"),
         "CheckpointDamaged",
         "files of another grid (expected mp_rank_00 to mp_rank_01",
     ),

@@ -6,13 +6,13 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from damages import changed
 from grid_cases import Folders, Grid
 from grid_models import RULES
 from grid_truth import tensors
@@ -208,15 +208,6 @@ def test_as_many_ranks_that_cut_alike_read_their_own_files(folders: Folders, tmp
 
 
 MODEL, OPTIM = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-
-
-def changed(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def run(folder: Path) -> None:
-        content = torch.load(folder / name, weights_only=False)
-        change(content)
-        torch.save(content, folder / name)
-
-    return run
 
 
 def scaled(content: dict[str, Any]) -> None:

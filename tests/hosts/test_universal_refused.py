@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from damages import cut, duplicate, flip, remove
 from gathered import assert_same
 from saves import UNIVERSAL, Universals
-from test_bad_input import cut, duplicate, evil, flip, remove
+from test_bad_input import evil
 
 pytestmark = pytest.mark.distributed
 

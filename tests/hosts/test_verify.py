@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from damages import Damage, changed, cut, duplicate, duplicate_without_name, exchanged, flip, remove
 from saves import Saves, Universals
-from test_bad_input import TAG, cut, duplicate, duplicate_without_name, flip, optim, remove
+from test_bad_input import TAG, optim
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers.torch_zip import open_archive
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.distributed
 MODEL = Model(groups=2, tied=True)
 RUN = Run(2, 2)
 STATES = "mp_rank_00_model_states.pt"
-Damage = Callable[[Path], None]
 WHOLE = (
     (Run(0, 2), Model(groups=2, batchnorm=True)),
     (Run(1, 1), MODEL),
@@ -77,28 +77,8 @@ def _byte(name: str, place: Callable[[bytes], int]) -> Damage:
     return run
 
 
-def _other_tree(name: str, change: Callable[[Any], object]) -> Damage:
-    """The file written anew by torch.save with another content: every checksum in it fits."""
-
-    def run(folder: Path) -> None:
-        content = torch.load(folder / name, weights_only=False)
-        change(content)
-        torch.save(content, folder / name)
-
-    return run
-
-
 def _both(*damages: Damage) -> Damage:
     return lambda folder: [damage(folder) for damage in damages] and None
-
-
-def _swap(one: str, other: str) -> Damage:
-    def run(folder: Path) -> None:
-        (folder / one).rename(folder / "kept")
-        (folder / other).rename(folder / one)
-        (folder / "kept").rename(folder / other)
-
-    return run
 
 
 def _group(content: Any, number: int) -> Any:
@@ -132,17 +112,13 @@ FLAT: dict[str, tuple[Damage, str, str]] = {
     "half a model file": (cut(STATES, 0.5), STATES, "cut short"),
     "shard missing": (remove(optim(1)), "", "ranks 1 are missing"),
     "model missing": (remove(STATES), "", "model_states"),
-    "swapped": (_swap(optim(0), optim(1)), optim(0), "under another name"),
+    "swapped": (exchanged(optim(0), optim(1)), optim(0), "under another name"),
     "duplicated": (duplicate(optim(0), optim(1)), optim(1), "under another name"),
     "duplicated without a name": (duplicate_without_name(optim(0), optim(1)), optim(1), "has the wrong size"),
-    "another step": (_other_tree(optim(1), _later), optim(1), "step of partition 0 differs"),
-    "another rate": (
-        _other_tree(optim(1), lambda c: _group(c, 1).update(lr=0.5)),
-        optim(1),
-        "lr of param group 1 differs",
-    ),
+    "another step": (changed(optim(1), _later), optim(1), "step of partition 0 differs"),
+    "another rate": (changed(optim(1), lambda c: _group(c, 1).update(lr=0.5)), optim(1), "lr of param group 1 differs"),
     "groups of two steps": (
-        _both(*(_other_tree(optim(r), lambda c: _state(c, 1).update(step=_state(c, 1)["step"] + 2)) for r in (0, 1))),
+        _both(*(changed(optim(r), lambda c: _state(c, 1).update(step=_state(c, 1)["step"] + 2)) for r in (0, 1))),
         optim(0),
         "flat buffer 1 is of another step than flat buffer 0",
     ),
@@ -195,7 +171,7 @@ def _place(folder: Path, element: int) -> tuple[str, tuple[int, ...], int, int]:
 def _moment(kind: str, value: float, element: int = 3) -> Damage:
     def run(folder: Path) -> None:
         _, _, shard, inside = _place(folder, element)
-        _other_tree(optim(shard), lambda c: _state(c, 0)[kind].__setitem__(inside, value))(folder)
+        changed(optim(shard), lambda c: _state(c, 0)[kind].__setitem__(inside, value))(folder)
 
     return run
 
@@ -236,7 +212,7 @@ def test_a_bad_value_at_stage_3_is_named(saves: Saves, tmp_path: Path) -> None:
         def change(content: Any) -> None:
             content["optimizer_state_dict"]["optimizer_state_dict"]["state"][0]["exp_avg"][0] = math.inf
 
-        _other_tree(optim(1), change)(folder)
+        changed(optim(1), change)(folder)
 
     folder = _damaged(saves, tmp_path, damage, run)
     shapes = torch.load(folder / TAG / "zero_pp_rank_0_mp_rank_00_model_states.pt", weights_only=False)["param_shapes"]
@@ -254,7 +230,7 @@ def _edited(names: slice) -> Damage:
         for name in shapes[names]:
             content["module"][name].view(-1)[0] += 1
 
-    return _other_tree(STATES, change)
+    return changed(STATES, change)
 
 
 def test_a_weight_that_is_not_its_masters_cast_is_a_finding(saves: Saves, tmp_path: Path) -> None:
@@ -280,7 +256,7 @@ def test_tied_tensors_that_differ_are_a_finding(saves: Saves, tmp_path: Path) ->
         content["module"][alias] = content["module"][alias].clone()
         content["module"][alias].view(-1)[5] += 1
 
-    folder = _damaged(saves, tmp_path, _other_tree(STATES, change))
+    folder = _damaged(saves, tmp_path, changed(STATES, change))
     (fault,) = verify(str(folder), deep=True).faults
     assert "differ from those of the parameter that it is tied to" in fault.what
 
@@ -292,7 +268,7 @@ def test_a_buffer_that_is_infinite_is_no_finding(saves: Saves, tmp_path: Path) -
     shutil.copytree(folder, tmp_path / "damaged")
     buffers = torch.load(folder / TAG / STATES, weights_only=False)["buffer_names"]
     name = next(name for name in buffers if "running_mean" in name)
-    _other_tree(STATES, lambda c: c["module"][name].fill_(-math.inf))(tmp_path / "damaged" / TAG)
+    changed(STATES, lambda c: c["module"][name].fill_(-math.inf))(tmp_path / "damaged" / TAG)
     found = verify(str(tmp_path / "damaged"), deep=True)
     assert found.clean and any(name in note for note in found.notes)
 
@@ -302,7 +278,7 @@ MANIFEST: dict[str, tuple[Callable[[Path], object], str]] = {
     "additional": (lambda out: (out / TAG / "notes.txt").write_text("x"), "not in the manifest"),
     "longer": (lambda out: (out / TAG / STATES).open("ab").write(b"x"), "not as the manifest lists it"),
     "other bytes, own checksums": (
-        lambda out: _other_tree(STATES, lambda c: c.update(skipped_steps=0))(out / TAG),
+        lambda out: changed(STATES, lambda c: c.update(skipped_steps=0))(out / TAG),
         "not as the manifest lists it",
     ),
     "a byte of it": (
@@ -366,10 +342,10 @@ UNIVERSAL: dict[str, tuple[Damage, str]] = {
     "bytes": (flip("zero/first.weight/exp_avg.pt", "data/0"), "not what was written"),
     "missing": (remove("zero/first.weight/exp_avg.pt"), "first.weight"),
     "value": (
-        _other_tree("zero/first.weight/exp_avg.pt", lambda c: c["param"].view(-1)[4:5].fill_(math.nan)),
+        changed("zero/first.weight/exp_avg.pt", lambda c: c["param"].view(-1)[4:5].fill_(math.nan)),
         "not finite",
     ),
-    "another step": (_other_tree("zero/first.weight/step.pt", lambda c: c.add_(1)), "another step"),
+    "another step": (changed("zero/first.weight/step.pt", lambda c: c.add_(1)), "another step"),
 }
 
 
