@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from damages import flip
+from damages import changed, flip
 from gathered import gathered
 from saves import Saves
 from test_bad_input import TAG, optim
-from test_verify import STATES, _moment, _other_tree
+from test_verify import STATES, _moment
 
 from ds_reshard.cli.main import main
 from ds_reshard.operations import Reading, convert, diff, verify
@@ -138,7 +138,7 @@ def test_each_value_that_differs_is_named(saves: Saves, tmp_path: Path, case: st
     files, change, where, value = VALUES[case]
     folder, other = _copy(saves, tmp_path / "b", Run(2, 2))
     for name in files:
-        _other_tree(name, change)(other / TAG)
+        changed(name, change)(other / TAG)
     convert(str(folder), str(tmp_path / "c"), to="zero3", dp=3)
     for against in (folder, tmp_path / "c"):
         found = diff(str(against), str(other))
@@ -154,15 +154,15 @@ def test_tensors_of_one_side_alone_and_of_other_shapes_are_told(saves: Saves, tm
     states = {(tensor.kind, tensor.state) for tensor in diff(str(folder), str(other)).tensors}
     assert ("max_exp_avg_sq", "only in B") in states and ("max_exp_avg_sq", "only in A") not in states
     for number, (change, state) in enumerate((("unsqueeze", "other shape"), ("double", "other type"))):
-        source, changed = _copy(saves, tmp_path / str(number), Run(2, 2))
+        source, other = _copy(saves, tmp_path / str(number), Run(2, 2))
         name = torch.load(source / TAG / STATES, weights_only=False)["buffer_names"][0]
 
         def apply(content: Any, name: str = name, change: str = change) -> None:
             old = content["module"][name]
             content["module"][name] = old.unsqueeze(0) if change == "unsqueeze" else old.double()
 
-        _other_tree(STATES, apply)(changed / TAG)
-        assert [(t.name, t.state) for t in diff(str(source), str(changed)).differing] == [(name, state)]
+        changed(STATES, apply)(other / TAG)
+        assert [(t.name, t.state) for t in diff(str(source), str(other)).differing] == [(name, state)]
 
 
 def test_stage_0_is_compared_with_its_like(saves: Saves, tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_stage_0_is_compared_with_its_like(saves: Saves, tmp_path: Path) -> None
     model = Model(groups=2)
     folder, other = _copy(saves, tmp_path / "b", Run(0, 2, "fp32"), model)
     assert diff(str(folder), str(other)).equal
-    _other_tree(STATES, lambda c: c["optimizer"]["state"][0]["exp_avg"].view(-1)[:1].add_(1))(other / TAG)
+    changed(STATES, lambda c: c["optimizer"]["state"][0]["exp_avg"].view(-1)[:1].add_(1))(other / TAG)
     (row,) = diff(str(folder), str(other)).values
     assert row.where.startswith("optimizer.state.0.exp_avg")
     named, _ = saves(Run(1, 2, "fp32"), model)
