@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from damages import cut, duplicate, duplicate_without_name, flip, remove
 from gathered import assert_same
+from harms import cut, duplicate, duplicate_without_name, flip, remove
 from saves import Saves
 
 pytestmark = pytest.mark.distributed

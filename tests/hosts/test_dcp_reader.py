@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from cases import Model, Run
-from damages import flip
 from gathered import assert_moments, gathered, same_bits, scalars
+from harms import flip
 from saves import Saves, Universals
 from torch.distributed.checkpoint.api import CheckpointException
 

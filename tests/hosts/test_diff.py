@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from damages import changed, flip
 from gathered import gathered
+from harms import changed, flip
 from saves import Saves
 from test_bad_input import TAG, optim
 from test_verify import STATES, _moment

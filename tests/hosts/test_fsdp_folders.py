@@ -13,8 +13,8 @@ import fresh
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from damages import cut
 from gathered import same_bits
+from harms import cut
 from kept_folders import KeptFolders
 from safetensors.torch import load_file
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from damages import Damage, changed
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES
 from grid_truth import tensors
+from harms import Damage, changed
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReshardError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from damages import Damage, changed, duplicate, exchanged, remove
 from grid_cases import Folders, Grid
+from harms import Damage, changed, duplicate, exchanged, remove
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.operations import convert, inspect, verify

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from damages import changed
 from grid_cases import Folders, Grid
 from grid_models import RULES
 from grid_truth import tensors
+from harms import changed
 
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.checkpoint import Row, open_checkpoint

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from damages import cut, duplicate, flip, remove
 from gathered import assert_same
+from harms import cut, duplicate, flip, remove
 from saves import UNIVERSAL, Universals
 from test_bad_input import evil
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
-from damages import Damage, changed, cut, duplicate, duplicate_without_name, exchanged, flip, remove
+from harms import Damage, changed, cut, duplicate, duplicate_without_name, exchanged, flip, remove
 from saves import Saves, Universals
 from test_bad_input import TAG, optim
 
