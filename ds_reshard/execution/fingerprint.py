@@ -66,7 +66,7 @@ _Wide = NDArray[numpy.int64]
 _Factors = TypeVar("_Factors", _Wide, torch.Tensor)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """The int64 that has the bits of `value` modulo 2**64."""
     return (value + 2**63 & _MASK) - 2**63
 
@@ -77,9 +77,9 @@ def _factors(numbers: _Factors, first: int) -> _Factors:
     splitmix64(x) is the first output of the generator of that name (Steele, Lea, Flood 2014) that is seeded with x.
     A shift to the right of an int64 brings in copies of its sign, which the masks take away.
     """
-    x = numbers + _signed(first + 0x9E3779B97F4A7C15)
-    x = (x ^ (x >> 30 & 2**34 - 1)) * _signed(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> 27 & 2**37 - 1)) * _signed(0x94D049BB133111EB)
+    x = numbers + signed(first + 0x9E3779B97F4A7C15)
+    x = (x ^ (x >> 30 & 2**34 - 1)) * signed(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> 27 & 2**37 - 1)) * signed(0x94D049BB133111EB)
     return (x ^ (x >> 31 & 2**33 - 1)) | 1
 
 

@@ -87,7 +87,8 @@ def spot_of(rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: M
     stage, within = divmod(rank, sizes.dp * sizes.tp)
     data, row = divmod(within, sizes.tp)
     share = sizes.dp // sizes.ep
-    place, of_place = divmod(data, share) if _swapped(config) else divmod(data, sizes.ep)[::-1]
+    swapped = bool(config.get("use_data_before_expert_parallelism"))
+    place, of_place = divmod(data, share) if swapped else divmod(data, sizes.ep)[::-1]
     grid = LiveGrid(row=Row(sizes.tp, row), experts=_experts(checkpoint, place, sizes.ep))
     if checkpoint is not None and checkpoint.listing.layers:
         ties = _ties(checkpoint)
@@ -168,10 +169,6 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
 def _local(name: str, grid: LiveGrid) -> str:
     of = expert_of(name) if grid.experts else None
     return name if of is None else f"{of[0]}{of[1] - grid.experts[of[0]].first}{of[2]}"
-
-
-def _swapped(config: Mapping[str, object]) -> bool:
-    return bool(config.get("use_data_before_expert_parallelism"))
 
 
 def _totals(checkpoint: ZeroCheckpoint | None) -> dict[str, int]:

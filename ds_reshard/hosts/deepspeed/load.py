@@ -202,7 +202,11 @@ def _agreed(
     if whole and found.checkpoint is not None and decision.loader:
         checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
         steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
-    told = steps.tell(_ready(engine, mine, found, decision, request, steps))
+    ready = None
+    if mine is not None:
+        subject = f"loading {request.load_dir}"
+        ready = steps.take(lambda: _said(engine, mine, found, decision, request), subject=subject, always=True)
+    told = steps.tell(ready or Ready())
     agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or not mine.direct):
@@ -343,19 +347,8 @@ def _decide(
     return made
 
 
-def _ready(
-    engine: DeepSpeedEngine, mine: Considered | None, found: Found, decision: Decision, request: Request, steps: Steps
-) -> Ready:
-    """What this rank says of itself, as much as it can where it has failed."""
-    if mine is None:
-        return Ready()
-    said = steps.take(
-        lambda: _said(engine, mine, found, decision, request), subject=f"loading {request.load_dir}", always=True
-    )
-    return said or Ready()
-
-
 def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
+    """What this rank says of itself, as much as it can where it has failed."""
     view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
     given = request.given if mine.settings.enabled else None
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)

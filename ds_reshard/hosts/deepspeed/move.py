@@ -14,7 +14,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault, FingerprintMismatch, Mod
 from ds_reshard.execution.buffers import TensorTarget, read_tensor
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.deviation import same_bits
-from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held
+from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler
@@ -23,7 +23,7 @@ from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
@@ -418,17 +418,14 @@ def _buffers(engine: DeepSpeedEngine, prepared: Prepared) -> dict[str, torch.Ten
     """The engine's tensors as they are now: masters and states are looked up anew, in the optimizer."""
     live = live_optimizer(engine)
     optimizer = engine.optimizer
-    found = {name: tensor for name, tensor in prepared.wants.tensors.items() if _of_module(name)}
+    of_module = ("module/", "weight/", "frozen/")
+    found = {name: tensor for name, tensor in prepared.wants.tensors.items() if name.startswith(of_module)}
     for number, buffer in enumerate(live.buffers if live is not None else ()):
         found[f"fp32/{number}"] = buffer.fp32
         for kind, value in getattr(optimizer, "optimizer", optimizer).state.get(buffer.fp32, {}).items():
             if hasattr(value, "data_ptr"):
                 found[f"{kind}/{number}"] = value
     return found
-
-
-def _of_module(buffer: str) -> bool:
-    return buffer.startswith(("module/", "weight/", "frozen/"))
 
 
 def _differences(read: Fingerprints[TensorKey], now: Fingerprints[TensorKey], keys: list[TensorKey]) -> Iterator[Fault]:
@@ -452,7 +449,7 @@ def _summed(
 
     if not parts or live is None or live.replicated:
         return dict(parts)
-    rows = [(_signed(part.value), part.nbytes) for part in parts.values()]
+    rows = [(signed(part.value), part.nbytes) for part in parts.values()]
     sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
     with answered():
         dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
@@ -460,13 +457,9 @@ def _summed(
     return dict(zip(parts, totals, strict=True))
 
 
-def _signed(value: int) -> int:
-    return value - 2**64 if value >= 2**63 else value
-
-
 def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Iterator[Fault]:
     for key, found in whole.items():
-        expected = _nbytes(layout[key])
+        expected = prod(layout[key].shape) * layout[key].dtype.itemsize
         if found.nbytes != expected:
             yield FingerprintMismatch.fault(
                 str(key),
@@ -475,7 +468,3 @@ def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Itera
                 f"{found.nbytes}",
                 mend=_MEND,
             )
-
-
-def _nbytes(placement: Placement) -> int:
-    return prod(placement.shape) * placement.dtype.itemsize

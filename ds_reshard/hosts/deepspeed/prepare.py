@@ -109,11 +109,6 @@ class ForeignShards(ZeroShards):
         return self._opened.opened.compare()
 
 
-def shards_of(checkpoint: ZeroCheckpoint) -> ZeroShards:
-    """What opens the shards of a checkpoint on this rank."""
-    return ForeignShards(checkpoint) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
-
-
 @uncollected()
 def prepare(
     engine: DeepSpeedEngine,
@@ -130,7 +125,7 @@ def prepare(
     """
     subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
     loads_optimizer = request.load_optimizer and live is not None
-    shards = shards_of(checkpoint)
+    shards = ForeignShards(checkpoint) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
     divided, faults = run_shares(engine, grid, checkpoint)
     model_now, strict = live_model(engine, live, grid, divided), request.strict
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict, custom=custom)

@@ -296,12 +296,14 @@ class Saved:
 
 def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> Saved:
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
+    # a model file of stage 0 may have the optimizer in it, as records
+    tells_groups = checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping)
     return saved_of(
         checkpoint.model.entries,
         settings,
         where=checkpoint.listing.folder,
         stage=checkpoint.told_stage,
-        groups=_groups(groups, settings) if checkpoint.stage or _holds_optimizer(checkpoint) else {},
+        groups=_groups(groups, settings) if tells_groups else {},
         clip_grad=checkpoint.optimizer_entries.get("clip_grad"),
         scheduler=scheduler,
     )
@@ -334,11 +336,6 @@ def saved_of(
         skipped=_whole(entries.get("skipped_steps")) or 0,
         clip_grad=clip_grad,
     )
-
-
-def _holds_optimizer(checkpoint: ZeroCheckpoint) -> bool:
-    """Whether a model file of stage 0 has the optimizer in it, as records."""
-    return isinstance(checkpoint.model.entries.get("optimizer"), Mapping)
 
 
 def _groups(groups: SavedGroups, settings: Settings) -> dict[int, Mapping[str, object]]:

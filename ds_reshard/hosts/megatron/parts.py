@@ -274,7 +274,7 @@ def matched_groups(
         saved,
         where=load.where,
         policy=load.policy,
-        live_shapes=_live_shapes(live),
+        live_shapes=[tuple(tuple(one.shape) for one in cast("Sequence[torch.Tensor]", g["params"])) for g in live],
         saved_shapes=None if own else _saved_shapes(state, saved),
         moves_states=load.policy.loads_masters and not own and _holds_states(state),
     )
@@ -359,13 +359,6 @@ def _with_groups(
         if isinstance(masters, list) and order is not None:
             state[name] = [masters[index] for index in order]
     return state
-
-
-def _live_shapes(groups: Sequence[Group]) -> list[Shapes]:
-    return [
-        tuple(tuple(parameter.shape) for parameter in cast("Sequence[torch.Tensor]", group["params"]))
-        for group in groups
-    ]
 
 
 def _saved_shapes(state: object, groups: Sequence[Group]) -> list[Shapes] | None:

@@ -10,7 +10,7 @@ from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
 from ds_reshard.hosts.megatron.group_values import remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE
-from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.live import Group, Load, Scheduler, as_number, leaves, live_groups
 from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
 from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
@@ -130,7 +130,8 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     found, policy = load.found, load.policy
     assert found is not None
     yield from _states(load)
-    clip = _clip(leaves(load.optimizer), arguments)
+    config = next((part.config for part in leaves(load.optimizer)), None)
+    clip = getattr(config, "clip_grad", getattr(arguments, "clip_grad", None))
     why = because(policy, "clip_grad", "clip_grad") if policy.takes("clip_grad") else "host"
     yield Row.of("clip_grad", _of(found.arguments, "clip_grad"), clip, clip, why)
     sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -149,11 +150,6 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):
         now = getattr(arguments, name, None)
         yield Row.of(label, _of(found.arguments, name), now, now, "host")
-
-
-def _clip(parts: tuple[Optimizer, ...], arguments: Namespace) -> object:
-    config = getattr(parts[0], "config", None) if parts else None
-    return getattr(config, "clip_grad", getattr(arguments, "clip_grad", None))
 
 
 def _ignored(load: Load) -> Iterator[str]:
