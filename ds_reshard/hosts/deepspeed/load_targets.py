@@ -75,8 +75,6 @@ class Wants:
 
     def fresh(self, placement: Placement, source: TensorKey, numel: int, device: torch.device) -> None:
         """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
-        import torch
-
         self._place(placement, source)
         self.sizes[placement.buffer] = numel
         self.makers[placement.buffer] = lambda: torch.empty(numel, dtype=torch_dtype(placement.dtype), device=device)
@@ -167,8 +165,6 @@ def want_model(
 
 def entries_of(state: Mapping[str, object]) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Each tensor of a state dict once, with all its names (tied weights have several)."""
-    import torch
-
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     for name, tensor in state.items():
@@ -282,7 +278,8 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
     for param, name in engine.param_names.items():
         if name in trained or not hasattr(param, "ds_tensor") or not param.ds_numel:
             continue
-        key = next((k for n in names.get(id(param), [name]) for k in _weight_keys(n) if k in checkpoint.layout), None)
+        keys = (TensorKey(one, kind) for one in names.get(id(param), [name]) for kind in ("weight", "fp32"))
+        key = next((one for one in keys if one in checkpoint.layout), None)
         if key is not None:
             part = param.ds_tensor
             whole_numbers = not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(
@@ -294,10 +291,6 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
             shape, dtype = tuple(param.ds_shape), element_type(part.dtype)
             placement = sliced(name, shape, dtype, live.dp, family=RUN, buffer=f"frozen/{name}")
             wants.existing(placement, key, part)
-
-
-def _weight_keys(name: str) -> tuple[TensorKey, TensorKey]:
-    return TensorKey(name=name, kind="weight"), TensorKey(name=name, kind="fp32")
 
 
 def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: bool) -> None:
