@@ -11,7 +11,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard import hosts
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
+from ds_reshard.operations.watching import under_way
+from ds_reshard.resume.policy_sources import asked_policy, refuse_unapplied
+from ds_reshard.resume.schedulers import innermost
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,10 +31,6 @@ def load_state_dict(call: Call) -> object:
     Inside a load of a host the policy is the host's affair. Megatron's and nanotron's optimizers have seams of their
     own, also in a loop of the script's.
     """
-    from ds_reshard import hosts
-    from ds_reshard.operations.watching import under_way
-    from ds_reshard.resume.policy_sources import asked_policy, refuse_unapplied
-
     policy, optimizer = asked_policy(), call["self"]
     if under_way() or (policy.is_default and policy.report is None) or _has_trained(optimizer):
         return call()
@@ -43,9 +43,6 @@ def load_state_dict(call: Call) -> object:
 
 def begin_states(call: Call) -> object:
     """Of `_init_optim_state`: what it gives an optimizer, to have something to load into, is no training."""
-    from ds_reshard.resume.policy_sources import asked_policy
-    from ds_reshard.resume.schedulers import innermost
-
     # accelerate's wrapper is an optimizer of torch without what one has (AcceleratedOptimizer of optimizer.py)
     policy, optimizer = asked_policy(), cast("Optimizer", innermost(call["optim"]))
     if (policy.is_default and policy.report is None) or optimizer in _BEGUN or _has_trained(optimizer):

@@ -14,7 +14,13 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+from ds_reshard import hosts
+from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
+from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.ranks import together
+from ds_reshard.resume.policy_sources import no_resume, policy_beside, refuse_unapplied
+from ds_reshard.resume.schedulers import refuse_unseen
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -38,14 +44,10 @@ def train(call: Call) -> object:
 
 
 def load_rng_state(call: Call) -> object:
-    from ds_reshard.resume.policy_sources import policy_beside
-
     return None if policy_beside(_config(call["self"]) or {}).finetune else call()
 
 
 def load_best_model(call: Call) -> object:
-    from ds_reshard.resume.policy_sources import no_resume
-
     with no_resume():
         return call()
 
@@ -69,23 +71,18 @@ def refuse_policy(config: Mapping[str, object] | None) -> None:
 
     `config` is the DeepSpeed JSON. ConfigError without one; HookError where the hooks of DeepSpeed are not on.
     """
-    from ds_reshard.hosts import insist
-    from ds_reshard.operations.ranks import together
-    from ds_reshard.resume.policy_sources import policy_beside, refuse_unapplied
 
     def refuse() -> None:
         if config is None:
             refuse_unapplied("this Trainer")
         else:
-            insist(policy_beside(config))
+            hosts.insist(policy_beside(config))
 
     together(refuse, subject="Trainer.train")
 
 
 def warn_of_counters(trainer: Trainer, wanted: str) -> None:
     """Say on rank 0 that the Trainer counts on where a policy begins its iteration anew: no flag reaches its state."""
-    from ds_reshard.resume.policy_sources import policy_beside
-
     policy = policy_beside(_config(trainer) or {})
     if not policy.keeps_iteration and trainer.is_world_process_zero():
         flags = ", ".join(policy.asked[key] for key in ("finetune", "iteration") if key in policy.asked)
@@ -100,10 +97,6 @@ def refuse_unseen_schedule(trainer: Trainer) -> None:
     """
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import DeepSpeedSchedulerWrapper
-
-    from ds_reshard.operations.ranks import together
-    from ds_reshard.resume.policy_sources import policy_beside
-    from ds_reshard.resume.schedulers import refuse_unseen
 
     scheduler, config = trainer.lr_scheduler, _config(trainer)
     if config is None or isinstance(scheduler, DeepSpeedSchedulerWrapper) or not policy_beside(config).places_schedule:
@@ -123,9 +116,6 @@ def _folder(trainer: Trainer, wanted: object) -> str | None:
 
 def refuse_unsafe_checkpoint(trainer: Trainer, folder: str) -> None:
     """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
-    from ds_reshard.containers.pickle_rules import trust_in
-    from ds_reshard.operations.pickles import refuse_unsafe_folder
-
     config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
     refuse_unsafe_folder(folder, trust=trust_in(config), unread=ARGUMENTS)
 

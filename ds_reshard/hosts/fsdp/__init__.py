@@ -14,9 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ds_reshard import hosts
+from ds_reshard.containers.dcp_directory import METADATA
+from ds_reshard.containers.digests import digest
 from ds_reshard.errors import ConfigError
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
+from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.ranks import agree_files, attempt, together
+from ds_reshard.operations.watching import watched
+from ds_reshard.resume.policy_sources import refuse_unapplied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -69,12 +76,6 @@ def load_directory(call: Call) -> object:
     is one of this process alone: CheckpointDamaged where ranks see other directories, as copies of two saves have them.
     A reader of anything else than files in a folder is its owner's affair; a URL of local files is a folder.
     """
-    from ds_reshard.containers.dcp_directory import METADATA
-    from ds_reshard.containers.digests import digest
-    from ds_reshard.operations.pickles import refuse_unsafe_folder
-    from ds_reshard.operations.ranks import agree_files, attempt
-    from ds_reshard.operations.watching import watched
-
     folder, alone = _local_folder(call["storage_reader"]), bool(call.arguments.get("no_dist"))
     group = call.arguments.get("process_group")
     with watched("fsdp", folder):
@@ -94,9 +95,6 @@ def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = No
     Where the hooks of a framework are on that applies it, its own load does: it may call torch's, or the script may.
     To load what this very run has saved is no resume: the Trainer does with `load_best_model_at_end`.
     """
-    from ds_reshard import hosts
-    from ds_reshard.operations.ranks import together
-    from ds_reshard.resume.policy_sources import refuse_unapplied
 
     def elsewhere() -> bool:
         own = folder is not None and saved_here(folder)
@@ -131,8 +129,6 @@ def load_checkpoint(call: Call) -> object:
 
     Without a folder it loads nothing. Collective.
     """
-    from ds_reshard.operations.pickles import refuse_unsafe_folder
-
     if folder := _folder_of(call):
         refuse_policy("this FSDPCheckpointManager", folder)
         refuse_unsafe_folder(folder)
