@@ -13,6 +13,7 @@ would come when weights have been replaced.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -255,13 +256,11 @@ def with_sharded_groups(optimizer: object, state: object, folder: str) -> object
 
     Every rank calls it with its own optimizer, and reads a few kilobytes. What cannot be read stays as it is.
     """
-    places: dict[str, Place] | None = None
+    places = functools.cache(lambda: _places(folder))
 
     def read(key: str) -> list[Group] | None:
-        nonlocal places
-        if places is None:
-            places = _places(folder)
-        return _read(places[key]) if key in places else None
+        place = places().get(key)
+        return _read(place) if place is not None else None
 
     return _filled(optimizer, state, read, "")
 

@@ -70,16 +70,7 @@ def leaves(optimizer: object) -> tuple[Optimizer, ...]:
 
     One that has no parameters on this rank has none inside and is left out.
     """
-    return tuple(_leaves(optimizer))
-
-
-def _leaves(optimizer: object) -> Iterator[Optimizer]:
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None:
-        for one in chained:
-            yield from _leaves(one)
-    elif getattr(optimizer, "optimizer", None) is not None:
-        yield cast(Optimizer, optimizer)
+    return tuple(part for part, _ in with_saved(optimizer, None))
 
 
 def live_groups(optimizer: Optimizer) -> list[Group]:
@@ -95,8 +86,8 @@ def with_saved(optimizer: object, state: object) -> Iterator[tuple[Optimizer, ob
     """
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
-        for part in _leaves(optimizer):
-            yield part, state
+        if getattr(optimizer, "optimizer", None) is not None:
+            yield cast(Optimizer, optimizer), state
     elif len(chained) == 1:
         yield from with_saved(chained[0], state)
     else:
