@@ -78,7 +78,6 @@ _ELSEWHERE = (
     "non_persistent_ckpt_type",
     "ckpt_convert_format",
 )
-_KIND = {True: "GLOBAL", False: "LEGACY"}
 
 
 def forecast(path: str, words: Sequence[str], *, world: int, nodes: int = 1) -> Forecast:
@@ -281,8 +280,7 @@ class _Forecasting:
             load.taken = Taken(saved=saved, why=self.why, source=self.source, random=random)
             if self.wanted and not _apart(self.run):
                 self.faults += experts_differ(load.taken.groups(), saved.folder)
-        kind = SimpleNamespace(name=_KIND[saved.whole and not self.why])
-        self.faults += look(load, state, False, kind, arguments)
+        self.faults += look(load, state, False, "GLOBAL" if saved.whole and not self.why else "LEGACY", arguments)
         if self.faults or load.found is None:
             return
         policy = load.policy

@@ -254,17 +254,19 @@ def load_base_checkpoint(call: Call) -> Base:
         load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
     read = load.found is not None  # this is the second call, which has read the tensors
     load.where = _folder(name) if isinstance(name, str) else f"the local checkpoint of iteration {name[0]}"
-    load.read_in_place = load.taken is not None or getattr(kind, "name", "") in _BY_NAME
+    form = getattr(kind, "name", "")
+    load.read_in_place = load.taken is not None or form in _BY_NAME
+    legacy = form == "LEGACY" and load.taken is None
     try:
         first = bool(call.arguments.get("rank0"))
-        faults = look(load, state, release, kind, arguments, first=first)
-        if getattr(kind, "name", "") == "LEGACY" and load.taken is None and not first:
+        faults = look(load, state, release, form, arguments, first=first)
+        if legacy and not first:
             faults += other_weights(load, state)
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
     raise_faults(of_all(faults), subject=subject)
-    if isinstance(name, str) and getattr(kind, "name", "") == "LEGACY" and load.taken is None:
+    if isinstance(name, str) and legacy:
         # several ranks read one file each, which nobody else opens; None where it is none of today's torch.save
         own, _, _ = attempt(lambda: {name.removeprefix(f"{load_dir}/"): digest_of(name)})
         agree_files(own or {}, subject=subject)
@@ -272,31 +274,31 @@ def load_base_checkpoint(call: Call) -> Base:
 
 
 def look(
-    load: Load, state: Mapping[str, object], release: bool, kind: object, arguments: object, *, first: bool = False
+    load: Load, state: Mapping[str, object], release: bool, form: str, arguments: object, *, first: bool = False
 ) -> list[Fault]:
-    """Note what was found, and say what of it cannot be resumed as asked.
+    """Note what was found in a checkpoint of this `CheckpointType`, and say what of it cannot be resumed as asked.
 
     `first` is whether it is the first rank's, of which in format `torch` other ranks' param groups say nothing.
     """
-    policy, name, optimizer = load.policy, getattr(kind, "name", ""), load.optimizer
+    policy, optimizer, legacy = load.policy, load.optimizer, form == "LEGACY"
     groups = state.get("optimizer")
-    in_files = load.read_in_place and name != "LOCAL"
+    in_files = load.read_in_place and form != "LOCAL"
     if in_files and not release and optimizer is not None and _reads_groups(policy):
         groups = with_sharded_groups(optimizer, groups, load.where)
     load.found = _found(load, state, release)
-    faults = [] if load.another_model else format_faults(load.where, name.lower(), policy)
+    faults = [] if load.another_model else format_faults(load.where, form.lower(), policy)
     if release:
         step = None if load.another_model else getattr(arguments, "ckpt_step", None)
         return faults + release_faults(load.where, policy, step)
-    if name == "LEGACY" and load.taken is None and optimizer is not None and policy.loads_masters:
+    if legacy and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
-    faults += _lacking(load, state, name, arguments)
+    faults += _lacking(load, state, form, arguments)
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
         faults += differing
-        others = first and name == "LEGACY" and load.taken is None
+        others = first and legacy and load.taken is None
         if optimizer is not None and _reads_groups(policy) and not others:
-            apart = name == "LEGACY" and bool(getattr(arguments, "use_layer_wise_distributed_optimizer", False))
+            apart = legacy and bool(getattr(arguments, "use_layer_wise_distributed_optimizer", False))
             faults += _group_faults(load, groups, differing, alone=apart)
     return faults
 

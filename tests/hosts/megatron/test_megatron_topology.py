@@ -278,7 +278,7 @@ def test_states_of_a_layer_wise_optimizer_are_each_ranks_own(layer_wise: bool) -
     load = Load(policy=ResumePolicy(scheduler="override"), optimizer=optimizer, scheduler=None)
     arguments = Namespace(use_layer_wise_distributed_optimizer=layer_wise)
     state = {"iteration": 5, "optimizer": {"optimizer": inner}, "rng_state": []}
-    told = training.look(load, state, False, SimpleNamespace(name="LEGACY"), arguments)
+    told = training.look(load, state, False, "LEGACY", arguments)
     assert [fault.error for fault in told] == ["ParamGroupMismatch"] * (not layer_wise)
 
 
