@@ -37,12 +37,11 @@ def install(name: str, *, verify_after_save: bool | None = None) -> Installation
     is saved is verified from now on (docs/fsdp.md); None leaves it as it was asked before.
     """
     found = table(name)
-    if verify_after_save is None:
-        return hooks.install(found)
-    if found.host != "fsdp":
+    if verify_after_save is not None and found.host != "fsdp":
         raise ConfigError(f'verify_after_save: is of "fsdp", not of {name!r}; write ds_reshard.install("fsdp", ...)')
     installation = hooks.install(found)
-    _ask_to_verify(verify_after_save)
+    if verify_after_save is not None:
+        _ask_to_verify(verify_after_save)
     return installation
 
 

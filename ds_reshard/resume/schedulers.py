@@ -320,7 +320,10 @@ def write_rates(scheduler: object) -> None:
 
 def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:
     """Whether what configures one of DeepSpeed's schedulers depends on the rates of the groups it is built for."""
-    one, other = (configuration(_with_rate(scheduler, params, rate)) for rate in (1.0, 2.0))
+    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    one, other = (
+        configuration(like(scheduler, params, [{**group, "lr": rate} for group in groups])) for rate in (1.0, 2.0)
+    )
     return one != other
 
 
@@ -335,10 +338,7 @@ def base_rates(
     for group, rate in enumerate(rates):
 
         def at(base: float, group: int = group) -> float:
-            made = _with_rate(scheduler, params, base)
-            if position:
-                made.step(position - 1)  # type: ignore[attr-defined]
-            return float(made.optimizer.param_groups[group]["lr"])  # type: ignore[attr-defined]
+            return rates_at(scheduler, params, [base] * len(rates), position)[group]
 
         base = shortest_decimal(at, rate)
         if base is None:
@@ -360,20 +360,13 @@ def shortest_decimal(at: Callable[[float], float], rate: float) -> float | None:
     return next((base for base in written if at(base) == rate), None)
 
 
-def describes(
-    scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int, rates: Sequence[float]
-) -> bool:
-    """Whether a scheduler of this class with these parameters has, at a position, the rates that were saved."""
+def rates_at(scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int) -> list[float]:
+    """The groups' rates at a position of a scheduler of this class with these parameters, built for those rates."""
     groups = zip(scheduler.optimizer.param_groups, built_for, strict=True)  # type: ignore[attr-defined]
     made = like(scheduler, params, [{**group, "lr": rate} for group, rate in groups])
     if position:
         made.step(position - 1)  # type: ignore[attr-defined]
-    return [float(group["lr"]) for group in made.optimizer.param_groups] == list(rates)  # type: ignore[attr-defined]
-
-
-def _with_rate(scheduler: object, params: Mapping[str, object], rate: float) -> object:
-    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
-    return like(scheduler, params, [{**group, "lr": rate} for group in groups])
+    return [float(group["lr"]) for group in made.optimizer.param_groups]  # type: ignore[attr-defined]
 
 
 def adopt_configuration(

@@ -53,7 +53,9 @@ def kind_of(
 ) -> Kind:
     """As the engine decides, which refuses what it refuses: ConfigError in its words."""
     half, stage = precision(ds), int(ds.zero_optimization_stage)
-    wide, cls = _accumulated(ds) or half or torch.float32, class_of(ds, config, checkpoint, model)
+    wide, cls = _accumulated(ds) or half or torch.float32, model.optimizer
+    if cls is None:
+        cls = _class_of_json(ds, config) if _of_json(config) else _saved_class(checkpoint)
     name = "zero3" if stage == 3 else "zero"
     if stage == 1 and half is torch.bfloat16 and wide is torch.float32 and _offload(config) != "cpu":
         name = "bf16"
@@ -86,15 +88,6 @@ def _offload(config: Mapping[str, object]) -> object:
 
 def _of_json(config: Mapping[str, object]) -> bool:
     return section(config, "optimizer").get("type") is not None
-
-
-def class_of(
-    ds: DeepSpeedConfig, config: Mapping[str, object], checkpoint: ZeroCheckpoint | None, model: ComingModel
-) -> type | None:
-    """The optimizer's class; None where nothing tells it."""
-    if model.optimizer is not None:
-        return model.optimizer
-    return _class_of_json(ds, config) if _of_json(config) else _saved_class(checkpoint)
 
 
 def _class_of_json(ds: DeepSpeedConfig, config: Mapping[str, object]) -> type | None:

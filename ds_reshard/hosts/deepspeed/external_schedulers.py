@@ -57,10 +57,14 @@ def refused(
     """What a policy cannot do with a state that a scheduler is given."""
     others = [one for one in (*given(engine), engine.lr_scheduler) if one is not None and one is not scheduler]
     if others and policy.places_schedule:
-        return [shared_fault(scheduler, others)]
+        names = ", ".join(type(one).__name__ for one in (scheduler, *others))
+        what = f"several schedulers ({names}) share one optimizer: they cannot be put at a position one by one"
+        return [_unsupported("lr_scheduler", what, "put them into one SequentialLR or ChainedScheduler")]
     begun, own = beginning_of(scheduler), resume_values.own_values(engine)
     if policy.places_schedule and not policy.schedule_is_this_runs and begun.kind == TORCH and not own.scheduled:
-        return [late_fault(scheduler)]
+        built = f"{type(scheduler).__name__} was built on the checkpoint's rates, as they are loaded"
+        mend = "build it before load_checkpoint, or add --no-load-lr-state"
+        return [fault("lr_scheduler", f"{built}, and is to begin anew", mend)]
     return state_faults(scheduler, begun, state, policy)
 
 
@@ -203,19 +207,6 @@ def _unread(scheduler: object, policy: ResumePolicy, where: str) -> list[Fault]:
         return []
     what = f"{type(scheduler).__name__} keeps {', '.join(sorted(kept))} in the optimizer, which is not loaded"
     return [_unsupported(where, what, "load the optimizer, or use --override-opt-param-scheduler")]
-
-
-def shared_fault(scheduler: object, others: Sequence[object]) -> Fault:
-    """Schedulers that change the same rates in turn cannot be put at a position one by one."""
-    names = ", ".join(type(one).__name__ for one in (scheduler, *others))
-    what = f"several schedulers ({names}) share one optimizer: they cannot be put at a position one by one"
-    return _unsupported("lr_scheduler", what, "put them into one SequentialLR or ChainedScheduler")
-
-
-def late_fault(scheduler: object) -> Fault:
-    """Built after a load that kept the checkpoint's rates: its beginning is not this run's."""
-    what = f"{type(scheduler).__name__} was built on the checkpoint's rates, as they are loaded, and is to begin anew"
-    return fault("lr_scheduler", what, "build it before load_checkpoint, or add --no-load-lr-state")
 
 
 def continuation_faults(scheduler: object, state: Mapping[str, object], where: str) -> list[Fault]:

@@ -99,7 +99,7 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
         return foreseen
     mpu = getattr(engine, "mpu", None)
     size, rank = _asked(mpu, "world_size", 1), _asked(mpu, "rank", 0)
-    if not is_pipeline(engine):
+    if not _is(type(getattr(engine, "module", None)), "PipelineModule"):
         return LiveGrid(row=Row(size, rank), experts=_experts(engine))
     module = engine.module
     specs = module._layer_specs
@@ -159,10 +159,6 @@ def param_names(engine: DeepSpeedEngine) -> dict[torch.Tensor, str]:
         return names
     grid = live_grid(engine)
     return {param: grid.named(name) for param, name in names.items()}
-
-
-def is_pipeline(engine: DeepSpeedEngine) -> bool:
-    return _is(type(getattr(engine, "module", None)), "PipelineModule")
 
 
 def _is(cls: type, name: str) -> bool:

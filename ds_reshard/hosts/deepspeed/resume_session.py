@@ -420,7 +420,7 @@ def _undescribed(engine: DeepSpeedEngine, scheduler: object, saved: Saved) -> li
             return [_unknown_rates(saved, f"{name} was built from the optimizer's learning rates")]
         built_for = bases
     rates = [float(str(saved.groups[n]["lr"])) for n in range(count) if n in saved.groups]
-    if len(rates) == count and not schedulers.describes(scheduler, params, built_for, saved.position, rates):
+    if len(rates) == count and schedulers.rates_at(scheduler, params, built_for, saved.position) != rates:
         return [
             fault(saved.where, f"{what}: {name} there gives other rates than were saved", mend, "UnsupportedLayout")
         ]
