@@ -26,8 +26,6 @@ from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import Bad, SpanReader, Values, rows_of
 from ds_reshard.operations.workspace import MANIFEST, read_manifest
 
-_MEND = "restore the file from a copy, or load another tag"
-
 
 def verify_listing(found: Found, path: str, *, deep: bool, reading: Reading, progress: Progress | None) -> Verification:
     """Everything that is wrong with the checkpoint `found`; reads each byte of its folder once, pickles again.

@@ -50,9 +50,6 @@ class Scheduler(Protocol):
 
     optimizer: Optimizer
     num_steps: int
-    init_lr: float
-    wsd_decay_steps: int | None
-    lr_wsd_decay_style: str | None
     override_opt_param_scheduler: bool
     use_checkpoint_opt_param_scheduler: bool
 

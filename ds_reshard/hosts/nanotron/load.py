@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ds_reshard")
-T = TypeVar("T")
 Group = dict[str, object]
 BATCH = "global_batch_size"
 """What `--override-optim-hparams` calls it."""
