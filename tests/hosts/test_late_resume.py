@@ -223,6 +223,13 @@ def test_new_ranks_accumulate_in_step(
     assert [rank["ends"] for rank in told] == [[one == "x" for one in ends]] * 3
 
 
+def test_new_ranks_accumulate_in_step_without_deepspeed(worlds: Any, tmp_path: Path) -> None:
+    """FSDP2's ranks, of 2 to 3, waited for each other for ever; the seam is that of every accelerator."""
+    folder = str(tmp_path / "saved")
+    worlds[2].run("unsafe_jobs.accelerate_within_an_update", folder=folder, step=3)
+    assert worlds[3].run("unsafe_jobs.accelerate_within_an_update", folder=folder) == [3] * 3
+
+
 def test_weights_alone_leave_accelerates_own_states_out(worlds: Any, saves: Any) -> None:
     """It restores random states and the place within an update beside the engine, and has no argument for them."""
     folder = saves(Late(accumulation=2))

@@ -74,6 +74,20 @@ def accelerate_load(folder: str) -> tuple[str, str, bool]:
     return error, text, same
 
 
+def accelerate_within_an_update(folder: str, step: int | None = None) -> int:
+    """Save with a count of micro-batches of `step`, or load; the count of this rank then."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"):
+        accelerator, _, _ = _accelerated()
+        if step is not None:
+            accelerator.step = step
+            accelerator.save_state(folder)
+        else:
+            accelerator.load_state(folder)
+        return int(accelerator.step)
+
+
 def accelerate_load_latest(project: str) -> tuple[str, str, bool]:
     """As `accelerate_load`, by accelerate's own names; what a folder holds is listed backwards."""
     import ds_reshard

@@ -158,9 +158,14 @@ def load_state(call: Call) -> object:
     folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
     original = functools.partial(call, input_dir=folder)
     if plugin is None:
-        if accelerator.distributed_type != "MEGATRON_LM":  # whose own load takes the policy
-            together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
-        return original()
+        if accelerator.distributed_type == "MEGATRON_LM":  # whose own load takes the policy
+            return original()
+        together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
+        if where is not None:
+            _counted_data(accelerator, where)
+        result = original()
+        _agree_on_step(accelerator, where, last_report())
+        return result
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
     hosts.insist(policy)
     saved, counted = Saved(), [] if policy.finetune or where is None else _counted_data(accelerator, where)
