@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import MEND, Directory, Place
-from ds_reshard.errors import CheckpointNotFound, Fault, UnsafePickle, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, ModelMismatch, UnsafePickle, raise_faults
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
@@ -59,6 +59,32 @@ def group_key(path: Path) -> GroupKey | None:
         member, _, name = last.removeprefix(f"{_GROUPS}.").rpartition(".")
         return GroupKey(name=name, member=member)
     return None
+
+
+def stateless(wanted: object, path: Path = ()) -> Iterator[str]:
+    """The keys of optimizers in a nested state dict that have no state, as `Optimizer.state_dict` of a fresh one."""
+    if isinstance(wanted, Mapping):
+        state = wanted.get("state")
+        if _GROUPS in wanted and isinstance(state, Mapping) and not state:
+            yield ".".join(map(str, path))
+        for key, value in wanted.items():
+            yield from stateless(value, (*path, key))
+
+
+def left_out(optimizers: Iterable[str], saved: Collection[str]) -> Iterator[Fault]:
+    """A fault for each of these optimizers whose states were saved: what no key asks for torch leaves out, silently."""
+    for optimizer in optimizers:
+        top = f"{optimizer}.state." if optimizer else "state."
+        if states := sum(key.startswith(top) for key in saved):
+            yield ModelMismatch.fault(
+                optimizer or "state dict",
+                "asks for no state of its parameters, as a fresh optimizer has none, and would begin anew",
+                f"keys for what was saved, {states} of {top}*",
+                "none",
+                mend="before the state dict is made call torch.distributed.checkpoint.state_dict."
+                "get_optimizer_state_dict(model, optimizer), which begins them; where param groups alone are wanted, "
+                'leave out "state"',
+            )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.formats.dcp.entries import left_out, stateless
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
@@ -324,6 +325,7 @@ class Reader(StorageReader):
         filling = Filling(shards.index, cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
+        faults += left_out(stateless(getattr(planner, "original_state_dict", {})), self._entries)
         flattened: dict[str, dict[str, object]] = {}
         for item in plan.items if not faults else ():
             fqn = item.storage_index.fqn

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ds_reshard import hosts
-from ds_reshard.containers.dcp_directory import METADATA
+from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
-from ds_reshard.errors import ConfigError
+from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.formats.dcp.entries import left_out, stateless
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.operations.pickles import refuse_unsafe_folder
@@ -73,7 +74,8 @@ def load_directory(call: Call) -> object:
     """Of `_load_state_dict`, and of what reads a directory before it: UnsafePickle where it or an object of it acts.
 
     ConfigError where resume flags were given: torch loads what is there, whatever they say. Collective, unless the load
-    is one of this process alone: CheckpointDamaged where ranks see other directories, as copies of two saves have them.
+    is one of this process alone: CheckpointDamaged where ranks see other directories, as copies of two saves have them,
+    and ModelMismatch where states were saved of an optimizer of which the state dict asks for none.
     A reader of anything else than files in a folder is its owner's affair; a URL of local files is a folder.
     """
     folder, alone = _local_folder(call["storage_reader"]), bool(call.arguments.get("no_dist"))
@@ -86,7 +88,15 @@ def load_directory(call: Call) -> object:
                 path = Path(folder, METADATA)
                 read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
                 agree_files(read or {}, group, subject=f"loading {folder}")
+            refuse = partial(_refuse_left_out, call.arguments.get("state_dict"), folder)
+            refuse() if alone else together(refuse, group, subject=f"loading {folder}")
         return call()
+
+
+def _refuse_left_out(wanted: object, folder: str) -> None:
+    if optimizers := list(stateless(wanted)):
+        saved = read_directory(folder)
+        raise_faults(list(left_out(optimizers, [*saved.tensors, *saved.objects])), subject=f"loading {folder}")
 
 
 def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
