@@ -6,11 +6,15 @@ A table is imported when it is asked for, and imports its framework inside funct
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from ds_reshard import hooks
 from ds_reshard.errors import ConfigError, HookError
 from ds_reshard.hooks import HookStatus, HostHooks, Installation
 from ds_reshard.resume.policy import ResumePolicy
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 HOSTS: tuple[str, ...] = ("deepspeed", "megatron", "accelerate", "fsdp", "nanotron", "transformers", "torch")
 
@@ -77,3 +81,17 @@ def insist(policy: ResumePolicy) -> None:
             "a resume policy was asked for, and the hooks of DeepSpeed, which apply it, are not on: "
             "write import ds_reshard.auto at the top of the script"
         )
+
+
+def begin_states(plugin: object, optimizer: Optimizer) -> None:
+    """Begin an optimizer's states, for accelerate to load into: those of FSDP1 that are saved in shards.
+
+    `load_fsdp_optimizer` loads what `FSDP.optim_state_dict` tells, of a fresh optimizer no state, and says nothing
+    (accelerate/utils/fsdp_utils.py, 1.15.0). Of FSDP2 torch begins them itself, in the same way.
+    """
+    kind = getattr(getattr(plugin, "state_dict_type", None), "name", "")
+    if kind != "SHARDED_STATE_DICT" or getattr(plugin, "fsdp_version", 1) != 1:
+        return
+    from torch.distributed.checkpoint.state_dict import _init_optim_state
+
+    _init_optim_state(getattr(optimizer, "optimizer", optimizer))  # of accelerate's wrapper, which may leave steps out

@@ -55,7 +55,21 @@ def load_best_model(call: Call) -> object:
 def load_schedule(call: Call) -> object:
     if call["checkpoint"] is not None:
         refuse_unseen_schedule(call["self"])
+        begin_states(call["self"], os.fspath(call["checkpoint"]))
     return call()
+
+
+def begin_states(trainer: Trainer, folder: str) -> None:
+    """Of FSDP1's sharded states, where the Trainer loads them: its own copy of accelerate's function may be unhooked.
+
+    It loads none where there is no schedule beside them (`_load_optimizer_and_scheduler` of trainer.py, 5.24.0).
+    """
+    from transformers.trainer import SCHEDULER_NAME
+
+    from ds_reshard import hosts
+
+    if os.path.isdir(os.path.join(folder, "optimizer_0")) and os.path.isfile(os.path.join(folder, SCHEDULER_NAME)):
+        hosts.begin_states(getattr(trainer.accelerator.state, "fsdp_plugin", None), trainer.optimizer)
 
 
 def _config(trainer: Trainer) -> Mapping[str, object] | None:

@@ -305,3 +305,48 @@ def easyr1(folder: str, bf16: bool) -> dict[tuple[str, str], torch.Tensor]:
     for name in {name for name, kind in held if kind == "exp_avg"}:
         assert held[name, "exp_avg"].any() and not torch.equal(held[name, "exp_avg"], held[name, "exp_avg_sq"])
     return held
+
+
+def sharded_by_accelerate(folder: str, way: str = "accelerate") -> dict[tuple[str, str], torch.Tensor]:
+    """Save FSDP1's states in shards as accelerate does, unless they are there; else load them; what is held, whole.
+
+    By accelerate's own function, or where the Trainer calls one that was there before the hooks.
+    """
+    import os
+    from pathlib import Path
+    from types import SimpleNamespace
+    from typing import cast
+
+    from accelerate.state import PartialState
+    from accelerate.utils import fsdp_utils
+    from transformers import Trainer
+
+    import ds_reshard
+    from ds_reshard.hosts import transformers as host
+
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # which accelerate asks for, and nobody uses
+    PartialState._reset_state()
+    PartialState(cpu=True)  # which the functions log through
+    configs = {"state_dict_config": ShardedStateDictConfig(), "optim_state_dict_config": ShardedOptimStateDictConfig()}
+    plugin = SimpleNamespace(fsdp_version=1, state_dict_type=StateDictType.SHARDED_STATE_DICT, **configs)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), wait_for_everyone=dist.barrier)
+    accelerator.process_index = dist.get_rank()
+    model, optimizer = build(True)
+    given: Any = (plugin, accelerator, optimizer, model, folder)
+    if not Path(folder).exists():
+        dist.barrier()
+        model(torch.arange(8).view(2, 4) % WORDS, torch.ones(2, 3, 12)).sum().backward()
+        optimizer.step()
+        fsdp_utils.save_fsdp_optimizer(*given)
+        (Path(folder) / "scheduler.pt").touch()
+    elif way == "accelerate":
+        with ds_reshard.install("accelerate"):
+            fsdp_utils.load_fsdp_optimizer(*given)
+    else:
+        trainer: Any = SimpleNamespace(accelerator=accelerator, optimizer=optimizer)
+        host.begin_states(cast(Trainer, trainer), folder)
+        fsdp_utils.load_fsdp_optimizer(*given)
+    PartialState._reset_state()
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        whole = get_optimizer_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True))["state"]
+    return {(name, kind): value for name, states in whole.items() for kind, value in states.items()}

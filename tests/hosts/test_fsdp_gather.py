@@ -5,10 +5,12 @@ Each row lives in processes of its own, as torch leaves the group of a row that 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import fresh
 import pytest
+import torch
 from devices import DEVICE
 from fsdp_jobs import MOMENTS, WAYS
 
@@ -104,3 +106,14 @@ def test_frozen_and_trainable_in_one_flat_unit_are_named() -> None:
     for told in fresh.run("fsdp_jobs.built", 2, orig=False, frozen=True):
         assert told.startswith("UnsupportedLayout: building FSDP") and "use_orig_params=True" in told
         assert "found frozen visual.merger.bias, visual.merger.weight" in told and "trainable embed.weight" in told
+
+
+@pytest.mark.parametrize("way", ["accelerate", "Trainer"])
+def test_sharded_states_that_accelerate_leaves_out_are_loaded(tmp_path: Path, way: str) -> None:
+    """accelerate 1.15 asks for no state of a fresh optimizer of FSDP1, and its moments began anew without a word."""
+    saved = fresh.run("fsdp_jobs.sharded_by_accelerate", 2, folder=str(tmp_path / "saved"))
+    loaded = fresh.run("fsdp_jobs.sharded_by_accelerate", 2, folder=str(tmp_path / "saved"), way=way)
+    assert isinstance(saved[0], dict) and any(kind == "exp_avg_sq" for _, kind in saved[0]), saved
+    for told in loaded:
+        assert isinstance(told, dict) and told.keys() == saved[0].keys(), told
+        assert all(torch.equal(told[key], value) for key, value in saved[0].items())

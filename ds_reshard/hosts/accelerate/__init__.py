@@ -5,6 +5,7 @@ Importing this loads neither accelerate nor torch; the seams are in the modules 
 
 from __future__ import annotations
 
+from ds_reshard import hosts
 from ds_reshard.errors import HookError
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.resume.schedulers import clock_in
@@ -19,6 +20,11 @@ def refuse_clock(call: Call) -> object:
             "clock cannot be applied (`ds-reshard hooks` says why); "
             f"pip install 'accelerate=={HOOKS.tested[-1]}', or leave the clock out"
         )
+    return call()
+
+
+def load_fsdp_optimizer(call: Call) -> object:
+    hosts.begin_states(call["fsdp_plugin"], call["optimizer"])
     return call()
 
 
@@ -53,6 +59,12 @@ HOOKS = HostHooks(
             wrapper=Seam(f"{__name__}.state:load_state"),
             signature=("input_dir",),
             summary="goes on with the schedule on either clock, and in step on ranks that are new",
+        ),
+        Patch(
+            target="accelerate.utils.fsdp_utils:load_fsdp_optimizer",
+            wrapper=Seam(f"{__name__}:load_fsdp_optimizer"),
+            signature=("fsdp_plugin", "accelerator", "optimizer"),
+            summary="loads the sharded states of FSDP1, which a fresh optimizer would begin anew",
         ),
     ),
     instead=(
