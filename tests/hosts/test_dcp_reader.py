@@ -307,3 +307,22 @@ def test_a_tensor_of_two_names_is_filled_once_or_refused(tmp_path: Path, alike: 
     with pytest.raises(CheckpointException, match=r"head\.weight: is one tensor with model\.embed\.weight in this run"):
         dcp.load(wanted, storage_reader=reader, no_dist=True)
     assert not tied.any()
+
+
+@pytest.mark.parametrize("reader", ["ours", "torch's"])
+def test_a_fresh_optimizer_that_asks_for_no_state_is_refused(tmp_path: Path, reader: str) -> None:
+    """Its state dict has no key for what was saved: torch fills its param groups, and the moments begin anew."""
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    wanted = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    dcp.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint_id=tmp_path, no_dist=True)
+    given = ds_reshard.dcp.Reader(tmp_path) if reader == "ours" else dcp.FileSystemReader(tmp_path)
+    with ds_reshard.install("fsdp"), pytest.raises((ds_reshard.ModelMismatch, CheckpointException)) as told:
+        dcp.load(wanted, storage_reader=given, no_dist=True)
+    assert "optimizer: asks for no state of its parameters" in str(told.value)
+    assert "found none" in str(told.value) and "6 of optimizer.state.*" in str(told.value)
+    del wanted["optimizer"]["state"]
+    with ds_reshard.install("fsdp"):
+        dcp.load(wanted, storage_reader=given, no_dist=True)
