@@ -312,7 +312,6 @@ def sharded_by_accelerate(folder: str, way: str = "accelerate") -> dict[tuple[st
 
     By accelerate's own function, or where the Trainer calls one that was there before the hooks.
     """
-    import os
     from pathlib import Path
     from types import SimpleNamespace
     from typing import cast
@@ -324,7 +323,6 @@ def sharded_by_accelerate(folder: str, way: str = "accelerate") -> dict[tuple[st
     import ds_reshard
     from ds_reshard.hosts import transformers as host
 
-    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="0")  # which accelerate asks for, and nobody uses
     PartialState._reset_state()
     PartialState(cpu=True)  # which the functions log through
     configs = {"state_dict_config": ShardedStateDictConfig(), "optim_state_dict_config": ShardedOptimStateDictConfig()}

@@ -108,6 +108,7 @@ def test_frozen_and_trainable_in_one_flat_unit_are_named() -> None:
         assert "found frozen visual.merger.bias, visual.merger.weight" in told and "trainable embed.weight" in told
 
 
+@OVER_GLOO
 @pytest.mark.parametrize("way", ["accelerate", "Trainer"])
 def test_sharded_states_that_accelerate_leaves_out_are_loaded(tmp_path: Path, way: str) -> None:
     """accelerate 1.15 asks for no state of a fresh optimizer of FSDP1, and its moments began anew without a word."""
