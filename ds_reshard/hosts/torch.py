@@ -76,7 +76,7 @@ HOOKS = HostHooks(
     host="torch",
     distribution="torch",
     versions=">=2.1,<3",
-    tested=("2.13.0", "2.14.1"),
+    tested=("2.10.0", "2.11.0", "2.13.0", "2.14.1"),
     patches=(
         Patch(
             target="torch.optim.optimizer:Optimizer.load_state_dict",

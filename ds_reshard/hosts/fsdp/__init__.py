@@ -155,7 +155,7 @@ HOOKS = HostHooks(
     host="fsdp",
     distribution="torch",
     versions=">=2.5,<2.15",
-    tested=("2.13.0", "2.14.1"),
+    tested=("2.10.0", "2.11.0", "2.13.0", "2.14.1"),
     resumes=False,
     patches=(
         Patch(
