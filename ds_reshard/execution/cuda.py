@@ -4,7 +4,8 @@ Each of `threads` threads takes the next chunk of the plan and a slot of a ring 
 bytes into the slot and sums them there. It gives the device two pieces of work: the copy to the slot's scratch memory
 on one stream, and the dealing out into the buffers on another, which waits for the copy. An event of that second stream
 says when the slot is free again. So one chunk is read while another is copied and a third is dealt out. A chunk of few
-pieces that are neither cut nor cast is dealt out from pinned memory: to give a device work takes as long as a read.
+pieces that are neither cast nor dealt out by rows skips the scratch memory: to give an H200 a copy took 0.1 ms, and one
+thread at a time does.
 
 Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
 """

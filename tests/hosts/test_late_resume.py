@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from late_jobs import STEPS, Late, wanted
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
@@ -228,6 +229,10 @@ def test_new_ranks_accumulate_in_step_without_deepspeed(worlds: Any, tmp_path: P
     folder = str(tmp_path / "saved")
     worlds[2].run("unsafe_jobs.accelerate_within_an_update", folder=folder, step=3)
     assert worlds[3].run("unsafe_jobs.accelerate_within_an_update", folder=folder) == [3] * 3
+    torch.save({"_num_yielded": 3, "_iterator_finished": False}, f"{folder}/dl_state_dict.bin")
+    assert [error for error, _ in worlds[2].run("unsafe_jobs.accelerate_counted_data", folder=folder)] == [""] * 2
+    for error, text in worlds[3].run("unsafe_jobs.accelerate_counted_data", folder=folder):
+        assert error == "UnsupportedLayout" and "dl_state_dict.bin: counts the batches" in text
 
 
 def test_weights_alone_leave_accelerates_own_states_out(worlds: Any, saves: Any) -> None:

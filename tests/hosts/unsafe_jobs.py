@@ -88,6 +88,18 @@ def accelerate_within_an_update(folder: str, step: int | None = None) -> int:
         return int(accelerator.step)
 
 
+def accelerate_counted_data(folder: str) -> tuple[str, str]:
+    """What is told of a load with a data loader that goes on by what one process has counted."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"):
+        accelerator, _, _ = _accelerated()
+        loader = accelerator.prepare(torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.arange(64.0))))
+        loader.use_stateful_dataloader = True
+        loader.base_dataloader.load_state_dict = lambda state: None  # torchdata's, a synthetic stand-in
+        return _told(lambda: accelerator.load_state(folder))
+
+
 def accelerate_load_latest(project: str) -> tuple[str, str, bool]:
     """As `accelerate_load`, by accelerate's own names; what a folder holds is listed backwards."""
     import ds_reshard
