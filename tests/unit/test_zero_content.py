@@ -79,6 +79,7 @@ def lacking() -> dict[str, tuple[Content, str]]:
     one, two = facts.groups
     others = {key: held for key, held in made.tensors.items() if key.name != "two" or key.kind == "weight"}
     masters = {key: held for key, held in made.tensors.items() if key.kind != "fp32"}
+    weights = {key: held for key, held in made.tensors.items() if key.kind == "weight"}
     moment = TensorKey(name="two", kind="exp_avg")
     narrow = {**made.tensors, moment: replace(made.tensors[moment], dtype=ElementType.BFLOAT16)}
     both = GroupFacts(members=("one", "two"), hyperparameters={"lr": 0.1})
@@ -88,6 +89,10 @@ def lacking() -> dict[str, tuple[Content, str]]:
         "a member without states": (
             replace(made, tensors=others, facts=OptimizerFacts(groups=(one, two), scalars=step)),
             "is in a param group, and has no state",
+        ),
+        "no states at all": (
+            replace(made, tensors=weights, facts=OptimizerFacts(groups=(one,))),
+            "--to safetensors or torch, for the weights",
         ),
         "states of no member": (
             replace(made, facts=OptimizerFacts(groups=(one,), scalars=step)),
@@ -112,7 +117,7 @@ def test_an_optimizer_that_is_none_of_deepspeeds_is_told(case: str) -> None:
     """Each reason alone, by name; and none of a content that lacks nothing."""
     held, said = lacking()[case]
     found = list(optimizer_faults(held))
-    assert len(found) == 1 and said in found[0].line(), found
+    assert len(found) == 1 and said in f"{found[0].line()}; {found[0].mend}", found
     assert list(optimizer_faults(content())) == []
     assert list(optimizer_faults(replace(held, facts=None))) == []
 

@@ -254,7 +254,10 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
             yield _fault(".".join(map(str, path)), what, mend)
     for name in sorted(members - trained.keys() - scalars.keys()):
         what = "is in a param group, and has no state: whether the coming run trains it, no file says"
-        yield _fault(name, what, "build the optimizer of the trainable parameters alone, step once, and save")
+        mend = "build the optimizer of the trainable parameters alone, step once, and save"
+        if not (trained or scalars):
+            mend = "--to safetensors or torch, for the weights: the optimizer keeps nothing of any parameter"
+        yield _fault(name, what, mend)
     for name in sorted({*trained, *scalars} - members) if groups else ():
         yield _fault(name, "has states, and is in no param group", "save model and optimizer together")
     for name in sorted({*content.beside, *content.buffers} - content.records.keys()):
