@@ -187,7 +187,10 @@ def beside_an_import(folder: str, flags: list[str]) -> str:
 
 
 def start(host: str, folder: str, flags: list[str]) -> str:
-    """What a run is told that has flags from the start, and nothing to resume from."""
+    """What a run is told that has flags from the start, and nothing to resume from; its save is of another run."""
+    import ds_reshard
+
+    ds_reshard.uninstall()
     with _asked(flags):
         return unsafe_jobs._told(lambda: save(host, folder))[1]
 
