@@ -315,6 +315,27 @@ def test_a_model_of_another_name_is_found_by_its_optimizer(tmp_path: Path, top: 
     assert diff(f"{saved}.{to}", f"{usual}.{to}").equal and told[0].notes == told[1].notes
 
 
+@pytest.mark.parametrize("to", ["pytorch", "zero2", "dcp"])
+def test_weights_without_a_name_above_them_are_the_model(tmp_path: Path, to: str) -> None:
+    """As torchtitan saves them, flattened: its counters, which are tensors, are no weights of a coming run."""
+    weights, states = _state(flat=True)["model"], _state(flat=True)["optimizer"]
+    own = {"train_state": {"step": torch.tensor(2, dtype=torch.int32), "ntokens_seen": torch.tensor(640)}, "epoch": 1}
+    dcp.save({**weights, "optimizer": states, **own}, checkpoint_id=str(tmp_path / "saved"))
+    done = convert(str(tmp_path / "saved"), str(tmp_path / "out"), to=to, dp=None if to == "pytorch" else 1)
+    if to == "zero2":
+        held = torch.load(tmp_path / "out" / "saved" / "mp_rank_00_model_states.pt", weights_only=False)
+        assert held["module"].keys() == weights.keys() and held["epoch"] == 1
+        assert _alike(held["train_state"], own["train_state"])
+    elif to == "pytorch":
+        assert load_file(tmp_path / "out" / "model.safetensors").keys() >= weights.keys() - {"head.weight"}
+        assert any("train_state.ntokens_seen" in note for note in done.notes)
+    else:
+        assert diff(str(tmp_path / "saved"), str(tmp_path / "out")).equal
+    wanted = _emptied({**weights, "optimizer": states, **own})
+    dcp.load(wanted, storage_reader=ds_reshard.dcp.Reader(str(tmp_path / "saved"), model=""))
+    assert _alike(wanted, {**weights, "optimizer": states, **own})
+
+
 def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
     """`use_collectives=False`; where there is no directory at all, the save did not end."""
     folder = tmp_path / "step-2"

@@ -173,20 +173,25 @@ def _read(folder: str) -> Directory:
 def _of_model(directory: Directory) -> Iterator[tuple[str, Path]]:
     """The weights of a model that has no name of `MODELS` at the top, with one: an optimizer tells which they are.
 
-    `{"app": {"model": ..., "optim": ...}}` is what torch's tutorial of this format saves.
+    `{"app": {"model": ..., "optim": ...}}` is what torch's tutorial of this format saves; torchtitan's weights have no
+    name above them (`_flattened_model_states_sd`, torchtitan/components/checkpointer/dcp.py, 0.3.0).
     """
     paths = {family: directory.paths.get(family, (family,)) for family in (*directory.tensors, *directory.objects)}
     if any(len(path) > 1 and path[0] in MODELS for path in paths.values()):
         return
-    keys = {family: tensor_key(paths[family]) for family in directory.tensors if group_key(paths[family]) is None}
-    trained = {key.name for key in keys.values() if key.kind != WEIGHT}
+    keys = {family: tensor_key(path) for family, path in paths.items() if group_key(path) is None}
+    trained = {key.name for family, key in keys.items() if key.kind != WEIGHT and family in directory.tensors}
+    weights = {family: paths[family] for family, key in keys.items() if key.kind == WEIGHT}
     below: dict[Path, set[str]] = {}
-    for family, key in keys.items():
-        if key.kind == WEIGHT and len(paths[family]) > 1:
-            below.setdefault(paths[family][:-1], set()).add(str(paths[family][-1]))
+    for family in weights.keys() & directory.tensors.keys():
+        below.setdefault(weights[family][:-1], set()).add(str(weights[family][-1]))
     fitting = [top for top, names in below.items() if trained and trained <= names]
     if len(fitting) == 1:
-        yield from ((family, (MODELS[0], path[-1])) for family, path in paths.items() if path[:-1] == fitting[0])
+        for family, path in weights.items():
+            if path[:-1] == fitting[0] and (
+                path[:-1] or family in directory.tensors
+            ):  # values at the top are no model's
+                yield family, (MODELS[0], path[-1])
 
 
 def _of_modules(directory: Directory) -> Iterator[tuple[str, Path]]:
