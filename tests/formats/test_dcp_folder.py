@@ -317,7 +317,7 @@ def test_a_model_of_another_name_is_found_by_its_optimizer(tmp_path: Path, top: 
 
 @pytest.mark.parametrize("to", ["pytorch", "zero2", "dcp"])
 def test_weights_without_a_name_above_them_are_the_model(tmp_path: Path, to: str) -> None:
-    """As torchtitan saves them, flattened: its counters, which are tensors, are no weights of a coming run."""
+    """As torchtitan saves them, flattened: counters beside them that are tensors are no weights of a coming run."""
     weights, states = _state(flat=True)["model"], _state(flat=True)["optimizer"]
     own = {"train_state": {"step": torch.tensor(2, dtype=torch.int32), "ntokens_seen": torch.tensor(640)}, "epoch": 1}
     dcp.save({**weights, "optimizer": states, **own}, checkpoint_id=str(tmp_path / "saved"))

@@ -188,9 +188,8 @@ def _of_model(directory: Directory) -> Iterator[tuple[str, Path]]:
     fitting = [top for top, names in below.items() if trained and trained <= names]
     if len(fitting) == 1:
         for family, path in weights.items():
-            if path[:-1] == fitting[0] and (
-                path[:-1] or family in directory.tensors
-            ):  # values at the top are no model's
+            own = not fitting[0] and family in directory.objects  # a value at the top is the script's
+            if path[:-1] == fitting[0] and not own:
                 yield family, (MODELS[0], path[-1])
 
 
