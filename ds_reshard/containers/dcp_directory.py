@@ -160,7 +160,8 @@ def list_directory(
     def archives() -> dict[str, tuple[Span, ...]]:
         """Those inside each file, as far as the directories can be read; opening the folder says what is wrong.
 
-        Of directories below it that are not in `parts`, too, as of accelerate's further models.
+        Of directories below it that are not in `parts`, too, as of accelerate's further models. A file of shards that
+        no directory names has none: an earlier save of more ranks has left it.
         """
         found: dict[str, set[Span]] = {}
         for directory in (partial(read, folder), *(partial(read_directory, below) for below in _others(folder, parts))):
@@ -169,6 +170,8 @@ def list_directory(
                     found.setdefault(os.path.relpath(place.path, folder), set()).add((place.byte_offset, place.nbytes))
             except ReshardError:
                 continue
+        for name in (name for name, file in files.items() if found and file.role == "shards"):
+            found.setdefault(name, set())
         return {name: tuple(sorted(spans)) for name, spans in found.items()}
 
     return SavedListing(format=format, writer=writer, folder=folder, files=files, archives=archives)

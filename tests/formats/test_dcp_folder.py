@@ -336,6 +336,18 @@ def test_weights_without_a_name_above_them_are_the_model(tmp_path: Path, to: str
     assert _alike(wanted, {**weights, "optimizer": states, **own})
 
 
+def test_files_that_an_earlier_save_of_more_ranks_has_left_are_no_damage(saved: Any, tmp_path: Path) -> None:
+    """torch writes over the folder and removes nothing: `.metadata` names the files of the last save alone."""
+    dcp.save({"model": {"more": torch.arange(999.0)}}, checkpoint_id=str(tmp_path / "earlier"))
+    folder = shutil.copytree(saved[0], tmp_path / "saved")
+    (folder / "__1_0.distcp").write_bytes(2 * (tmp_path / "earlier" / "__0_0.distcp").read_bytes())
+    told = verify(str(folder), deep=True)
+    assert told.clean and any("not looked at: .metadata, __1_0.distcp" in note for note in told.notes)
+    done = convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
+    assert "left out, as nothing here reads them: __1_0.distcp" in done.notes
+    assert diff(saved[0], str(tmp_path / "out")).equal
+
+
 def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
     """`use_collectives=False`; where there is no directory at all, the save did not end."""
     folder = tmp_path / "step-2"

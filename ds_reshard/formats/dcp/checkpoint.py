@@ -93,7 +93,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         beside=dict(_beside(directory)),
         chunks=chunks,
         notes=tuple(_notes(directory)),
-        left_out=tuple(_left_out(folder)),
+        left_out=tuple(_left_out(directory, folder)),
     )
 
 
@@ -137,10 +137,11 @@ def _notes(directory: Directory) -> Iterator[str]:
         )
 
 
-def _left_out(folder: str) -> Iterator[str]:
-    """accelerate's further models, its scheduler, and what `save_state` and a Trainer put there."""
-    known = {METADATA, "ds_reshard.json", *_parts(folder)}
-    names = [name for name in folders.names(folder) if name not in known and not name.endswith(".distcp")]
+def _left_out(directory: Directory, folder: str) -> Iterator[str]:
+    """accelerate's further models, its scheduler, what a Trainer puts there, and files of earlier saves."""
+    shards = {os.path.basename(place.path) for place in directory.places}
+    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards}
+    names = [name for name in folders.names(folder) if name not in known]
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
 
