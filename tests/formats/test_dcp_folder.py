@@ -348,6 +348,23 @@ def test_files_that_an_earlier_save_of_more_ranks_has_left_are_no_damage(saved: 
     assert diff(saved[0], str(tmp_path / "out")).equal
 
 
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_folder_of_which_a_save_has_overwritten_some_files_says_so(tmp_path: Path, mixed: bool) -> None:
+    """The directory is the earlier save's, and fits. Steps tell where each file has its own."""
+    for step in (3.0, 6.0):
+        state = {f"w{number}": {"step": torch.tensor(step), "exp_avg": torch.ones(2)} for number in range(4)}
+        if not mixed:
+            state["w0"]["step"] = torch.tensor(1.0)
+        writer = dcp.FileSystemWriter(tmp_path / f"{step:.0f}", thread_count=2)
+        weights = {name: torch.ones(2) for name in state}
+        dcp.save({"model": weights, "optimizer": {"state": state}}, storage_writer=writer)
+    assert not inspect(str(tmp_path / "3")).notes
+    shutil.copy(tmp_path / "6" / "__0_1.distcp", tmp_path / "3")
+    notes = inspect(str(tmp_path / "3")).notes
+    told = "may be of two saves, of which the later did not end, and left the earlier one's .metadata: "
+    assert notes == ((f"{told}step 3.0 in __0_0.distcp, step 6.0 in __0_1.distcp",) if mixed else ())
+
+
 def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
     """`use_collectives=False`; where there is no directory at all, the save did not end."""
     folder = tmp_path / "step-2"

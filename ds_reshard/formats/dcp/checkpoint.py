@@ -23,6 +23,7 @@ from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
+from ds_reshard.model.facts import Scalar, number_of
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ElementType
@@ -92,7 +93,7 @@ def open_dcp(folder: str) -> DcpCheckpoint:
         objects=values.objects,
         beside=dict(_beside(directory)),
         chunks=chunks,
-        notes=tuple(_notes(directory)),
+        notes=(*_notes(directory), *_of_two_saves(directory, single, values.scalars)),
         left_out=tuple(_left_out(directory, folder)),
     )
 
@@ -135,6 +136,25 @@ def _notes(directory: Directory) -> Iterator[str]:
             "is of Megatron-LM's format torch_dcp or fsdp_dtensor, whose optimizer states are not read as parameters' "
             "own: load it with Megatron-LM, and save it with --ckpt-format torch_dist"
         )
+
+
+def _of_two_saves(
+    directory: Directory, single: Mapping[str, Place], scalars: Mapping[str, Mapping[str, Scalar]]
+) -> Iterator[str]:
+    """Files of one step each, and not of the same: torch deals the steps out to the files, whatever they are."""
+    steps: dict[str, list[object]] = {}
+    for family, place in single.items():
+        key = tensor_key(directory.paths.get(family, (family,)))
+        if key.kind == "step":
+            value = number_of(scalars.get(key.name, {}).get("step"))
+            steps.setdefault(os.path.basename(place.path), []).append(value)
+    files: dict[object, list[str]] = {}
+    for file, found in sorted(steps.items()):
+        files.setdefault(found[0], []).append(file)
+    one_each = all(len(set(found)) == 1 for found in steps.values())
+    if one_each and len(files) > 1 and sum(map(len, steps.values())) > len(steps):
+        told = ", ".join(f"step {step} in {' '.join(names)}" for step, names in files.items())
+        yield f"may be of two saves, of which the later did not end, and left the earlier one's .metadata: {told}"
 
 
 def _left_out(directory: Directory, folder: str) -> Iterator[str]:
