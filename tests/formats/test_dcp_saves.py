@@ -1,0 +1,62 @@
+"""Folders of torch.distributed.checkpoint into which several have saved, or whose save did not end."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+import ds_reshard
+from ds_reshard.operations import convert, diff, inspect, verify
+
+pytestmark = pytest.mark.slow
+
+
+def test_files_that_an_earlier_save_of_more_ranks_has_left_are_no_damage(tmp_path: Path) -> None:
+    """torch writes over the folder and removes nothing: `.metadata` names the files of the last save alone."""
+    dcp.save({"model": {"more": torch.arange(999.0)}}, checkpoint_id=str(tmp_path / "earlier"))
+    folder = tmp_path / "saved"
+    dcp.save({"model": {"w": torch.arange(3.0)}}, checkpoint_id=str(folder))
+    (folder / "__1_0.distcp").write_bytes(2 * (tmp_path / "earlier" / "__0_0.distcp").read_bytes())
+    told = verify(str(folder), deep=True)
+    assert told.clean and any("not looked at: .metadata, __1_0.distcp" in note for note in told.notes)
+    done = convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
+    assert "left out, as nothing here reads them: __1_0.distcp" in done.notes
+    assert diff(str(folder), str(tmp_path / "out")).equal
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_folder_of_which_a_save_has_overwritten_some_files_says_so(tmp_path: Path, mixed: bool) -> None:
+    """The directory is the earlier save's, and fits. Steps tell where each file has its own."""
+    for step in (3.0, 6.0):
+        state = {f"w{number}": {"step": torch.tensor(step), "exp_avg": torch.ones(2)} for number in range(4)}
+        if not mixed:
+            state["w0"]["step"] = torch.tensor(1.0)
+        writer = dcp.FileSystemWriter(tmp_path / f"{step:.0f}", thread_count=2)
+        weights = {name: torch.ones(2) for name in state}
+        dcp.save({"model": weights, "optimizer": {"state": state}}, storage_writer=writer)
+    assert not inspect(str(tmp_path / "3")).notes
+    shutil.copy(tmp_path / "6" / "__0_1.distcp", tmp_path / "3")
+    notes = inspect(str(tmp_path / "3")).notes
+    told = "may be of two saves, of which the later did not end, and left the earlier one's .metadata: "
+    assert notes == ((f"{told}step 3.0 in __0_0.distcp, step 6.0 in __0_1.distcp",) if mixed else ())
+
+
+def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -> None:
+    """`use_collectives=False`; where there is no directory at all, the save did not end."""
+    folder = tmp_path / "step-2"
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=str(folder), use_collectives=False)
+    finally:
+        dist.destroy_process_group()
+    with pytest.raises(ds_reshard.UnsupportedLayout, match=r"for each rank .*save it with use_collectives=True"):
+        inspect(str(folder))
+    (folder / "__0.metadata").unlink()
+    with pytest.raises(ds_reshard.CheckpointNotFound, match="the save did not end"):
+        inspect(str(folder))
