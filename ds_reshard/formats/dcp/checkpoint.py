@@ -161,7 +161,8 @@ def _left_out(directory: Directory, folder: str) -> Iterator[str]:
     """accelerate's further models, its scheduler, what a Trainer puts there, and files of earlier saves."""
     shards = {os.path.basename(place.path) for place in directory.places}
     known = {METADATA, "ds_reshard.json", *_parts(folder), *shards}
-    names = [name for name in folders.names(folder) if name not in known]
+    empty = {name for name, nbytes in folders.files(folder).items() if not nbytes and name.endswith(".distcp")}
+    names = [name for name in folders.names(folder) if name not in known | empty]  # torch makes one of a rank's nothing
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
 
