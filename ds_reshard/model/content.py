@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -202,6 +202,14 @@ class Content:
         return made
 
     @property
+    def deeper(self) -> list[str]:
+        """The parts of an optimizer inside a dict or a list: of a state, or of a value of a group, by their keys."""
+        groups = self.facts.groups if self.facts is not None and self.home is None else ()
+        members = {name for group in groups for name in group.members}
+        paths = (*self.beside.values(), *self.objects) if groups else ()
+        return [".".join(map(str, path)) for path in paths if _lies_deeper(path, members)]
+
+    @property
     def steps(self) -> int | None:
         """The updates that the saving run had made."""
         return _count(self.objects.get((STEPS,)))
@@ -214,6 +222,14 @@ class Content:
     def own(self) -> list[str]:
         """The names of the entries that the saving script or framework has beside the usual ones."""
         return sorted({str(path[0]) for path in self.objects} - USUAL)
+
+
+def _lies_deeper(path: Path, members: Container[str]) -> bool:
+    """Whether keys lead through an optimizer's state of one of its members, or a value of a param group, to a part."""
+    return any(
+        (key == "state" and path[at + 1] in members) or (key == "param_groups" and len(path) > at + 3)
+        for at, key in enumerate(path[:-2])
+    )
 
 
 def _count(value: object) -> int | None:

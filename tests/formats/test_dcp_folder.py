@@ -553,7 +553,7 @@ def test_parts_of_the_optimizer_that_lie_deeper_are_refused(tmp_path: Path, part
     of.update(part)
     folder = str(tmp_path / "saved")
     dcp.save(copy.deepcopy(state), checkpoint_id=folder)
-    for to in ("zero2", "universal"):
+    for to in ("zero2", "universal", "pytorch"):
         with pytest.raises(ds_reshard.UnsupportedLayout, match="inside a dict or a list") as raised:
             convert(folder, str(tmp_path / to), to=to, dp=2 if to == "zero2" else None)
         assert f"optimizer.{what}" in {fault.where for fault in raised.value.faults}

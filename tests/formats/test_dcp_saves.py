@@ -61,3 +61,11 @@ def test_a_directory_for_each_rank_is_no_save_that_did_not_end(tmp_path: Path) -
     (folder / "__0.metadata").unlink()
     with pytest.raises(ds_reshard.CheckpointNotFound, match="the save did not end"):
         inspect(str(folder))
+
+
+def test_a_state_that_is_a_dict_and_was_flattened_is_refused(tmp_path: Path) -> None:
+    """As bitsandbytes' quantised states: torch makes them states of a parameter that nobody has."""
+    state = {"state.w.quantised.absmax": torch.ones(1), "state.w.step": torch.tensor(3.0), "param_groups.w.lr": 0.1}
+    dcp.save({"model": {"w": torch.ones(3)}, "optimizer": state}, checkpoint_id=str(tmp_path / "saved"))
+    with pytest.raises(ds_reshard.UnsupportedLayout, match=r"w\.quantised: has states, and is in no param group"):
+        convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="pytorch")

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 
 from ds_reshard.containers.safetensors import shard_index, shards, unwritable
-from ds_reshard.errors import Fault, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
@@ -24,7 +24,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
 
     Weights are the fp32 masters where there are some: a plain optimizer trains the weights themselves.
     """
-    faults = [*faults, *content.faults, *unwritable(content.weights)]
+    faults = [*faults, *content.faults, *unwritable(content.weights), *_unheld(content)]
     raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
     weights: dict[TensorKey, Held] = {}
     for name, held in content.weights.items():
@@ -51,6 +51,19 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
         pointers=shard_index(files, nbytes),
         notes=(*_left_out(content), *content.notes),
     )
+
+
+def _unheld(content: Content) -> Iterator[Fault]:
+    """What an optimizer has, and its file would go without."""
+    if content.facts is None:
+        return
+    mend = "--to safetensors for the weights; resume with the optimizer that saved it, or --to dcp"
+    for where in content.deeper:
+        what = "is a state or a value of the optimizer inside a dict or a list, for which optimizer.pt has no place"
+        yield UnsupportedLayout.fault(where, what, mend=mend)
+    members = {name for group in content.facts.groups for name in group.members}
+    for name in sorted({*content.trained, *content.facts.scalars} - members):
+        yield UnsupportedLayout.fault(name, "has states, and is in no param group", mend=mend)
 
 
 def _placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, Placement]:

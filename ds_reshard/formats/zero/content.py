@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
 
@@ -20,7 +20,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files
 from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
 from ds_reshard.formats.zero.tensor_parallel import Division, given, rules_given
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path, flattened, schedule_of
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
@@ -247,11 +247,9 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
                 what = f"is a {value.dtype.label} tensor, which is no number of Python's"
                 yield _fault(f"param group {number}: {name}", what, "save it as a number")
     members = {name for group in groups for name in group.members}
-    for path in (*content.beside.values(), *content.objects) if content.home is None else ():
-        if _lies_deeper(path, members):
-            what = "is a state or a value of the optimizer inside a dict or a list, for which DeepSpeed has no place"
-            mend = "resume it with the optimizer that saved it, or --to dcp"
-            yield _fault(".".join(map(str, path)), what, mend)
+    for where in content.deeper:
+        what = "is a state or a value of the optimizer inside a dict or a list, for which DeepSpeed has no place"
+        yield _fault(where, what, "resume it with the optimizer that saved it, or --to dcp")
     for name in sorted(members - trained.keys() - scalars.keys()):
         what = "is in a param group, and has no state: whether the coming run trains it, no file says"
         mend = "build the optimizer of the trainable parameters alone, step once, and save"
@@ -304,14 +302,6 @@ def _state_faults(content: Content) -> Iterator[Fault]:
                 mend += "through ds_reshard.dcp.Reader"
                 what = f"is {held.dtype.label}, where DeepSpeed keeps fp32 masters and states"
                 yield _fault(f"{name}[{kind}]", what, mend)
-
-
-def _lies_deeper(path: Path, members: Container[str]) -> bool:
-    """Whether keys lead through an optimizer's state of one of its members, or a value of a param group, to a part."""
-    return any(
-        (key == "state" and path[at + 1] in members) or (key == "param_groups" and len(path) > at + 3)
-        for at, key in enumerate(path[:-2])
-    )
 
 
 def _fault(where: str, what: str, mend: str) -> Fault:
