@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import ds_reshard
+import ds_reshard.dcp
 from ds_reshard.operations import convert, diff, inspect, verify
 
 pytestmark = pytest.mark.slow
@@ -69,3 +69,19 @@ def test_a_state_that_is_a_dict_and_was_flattened_is_refused(tmp_path: Path) -> 
     dcp.save({"model": {"w": torch.ones(3)}, "optimizer": state}, checkpoint_id=str(tmp_path / "saved"))
     with pytest.raises(ds_reshard.UnsupportedLayout, match=r"w\.quantised: has states, and is in no param group"):
         convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="pytorch")
+
+
+@pytest.mark.parametrize(
+    "ended, cut", [("pytorch_model_fsdp_0", "optimizer_0"), ("optimizer_0", "pytorch_model_fsdp_0")]
+)
+def test_a_save_of_accelerate_that_ended_in_one_of_its_folders_is_refused(tmp_path: Path, ended: str, cut: str) -> None:
+    """The one that is whole is no checkpoint of weights without an optimizer: it was called left out, and converted."""
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=str(tmp_path / "saved" / ended))
+    (tmp_path / "saved" / cut).mkdir()
+    (tmp_path / "saved" / cut / "__0_0.distcp").write_bytes(b"half")
+    for to in ("accelerate", "pytorch", "safetensors"):
+        with pytest.raises(ds_reshard.CheckpointNotFound, match=rf"{cut}: has no \.metadata.*{ended} alone"):
+            convert(str(tmp_path / "saved"), str(tmp_path / "out"), to=to, dp=2 if to == "accelerate" else None)
+    with pytest.raises(ds_reshard.CheckpointNotFound, match="the save did not end"):
+        ds_reshard.dcp.Reader(tmp_path / "saved")
+    convert(str(tmp_path / "saved" / ended), str(tmp_path / "out"), to="safetensors")

@@ -19,7 +19,7 @@ from ds_reshard.containers.dcp_directory import (
     list_directory,
     read_directory,
 )
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
@@ -173,8 +173,16 @@ def _parts(folder: str) -> list[str]:
 
 
 def _read(folder: str) -> Directory:
-    """The directory of a folder; of accelerate's two, what both say."""
-    first, *others = [read_directory(os.path.join(folder, part)) for part in _parts(folder) or [""]]
+    """The directory of a folder; of accelerate's two, what both say. CheckpointNotFound where one has none."""
+    parts = _parts(folder) or [""]
+    for path in (os.path.join(folder, part) for part in ACCELERATE if part not in parts and "" not in parts):
+        if folders.is_folder(path):
+            what, whole = (
+                "has no .metadata, which is written last: the save did not end",
+                os.path.join(folder, parts[0]),
+            )
+            raise CheckpointNotFound.of(path, what, mend=f"take an older checkpoint, or {whole} alone, which is whole")
+    first, *others = [read_directory(os.path.join(folder, part)) for part in parts]
     for other in others:
         twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
         raise_faults(
