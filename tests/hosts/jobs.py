@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from cases import GLOBAL_BATCH, Model, Run, ds_config
 from devices import BACKEND, DEVICE
+from odd_optimizer import Odd
 
 _STATE: dict[str, Any] = {}
 
@@ -138,26 +139,6 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
     if model.optimizer.startswith("odd_"):
         return Odd(groups, model.optimizer.removeprefix("odd_"))
     return makers[model.optimizer]()
-
-
-class Odd(torch.optim.AdamW):
-    """AdamW that keeps one more state: a scale per block, one named like a weight, or one value a rank or group."""
-
-    def __init__(self, groups: Any, kind: str) -> None:
-        super().__init__(groups)
-        self.kind = kind
-
-    def step(self, closure: Any = None) -> Any:
-        answer = super().step(closure)
-        of_rank = float(torch.distributed.get_rank() + 1)
-        self.param_groups[0].update({"d_numerator": of_rank} if self.kind == "group" else {})
-        for parameter, state in self.state.items() if self.kind != "group" else ():
-            state[{"blocks": "absmax", "weight": "weight", "per_rank": "rms"}[self.kind]] = {
-                "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
-                "weight": lambda p: p.detach().clone(),
-                "per_rank": lambda p: torch.tensor(of_rank),
-            }[self.kind](parameter)
-        return answer
 
 
 def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, thaw: bool = False) -> Any:

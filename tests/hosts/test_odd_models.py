@@ -82,6 +82,8 @@ ODD = {
     "weight": "a name that is used for something else",
     "per_rank": "rms of partition",
     "group": "d_numerator of param group 0",
+    "own": "optimizer state 'horizon'",
+    "counted": "optimizer state 'k'",
 }
 
 
@@ -89,7 +91,7 @@ ODD = {
 def test_states_that_cannot_be_cut_are_refused_and_left_to_deepspeed_at_home(
     worlds: Any, tmp_path: Path, odd: str
 ) -> None:
-    """A per-block scale, a state whose name clashes, one value a rank: refused elsewhere, loaded unchanged at home."""
+    """A per-block scale, a name that clashes, a value of a rank or the optimizer: refused elsewhere, loaded at home."""
     model = Model(optimizer=f"odd_{odd}")
     worlds[2].run("save", run=Run(1, 2), model=model, folder=str(tmp_path))
     for target in (Run(1, 3), Run(3, 2)):
@@ -97,6 +99,31 @@ def test_states_that_cannot_be_cut_are_refused_and_left_to_deepspeed_at_home(
         assert refused[0]["error"] == "UnsupportedLayout", refused[0]["text"]
         assert ODD[odd] in refused[0]["text"] and all(r["unchanged"] for r in refused)
     assert worlds[2].run("load_counting", run=Run(1, 2), model=model, folder=str(tmp_path)) == [(1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize(("odd", "named"), (("own", "horizon"), ("counted", "k"), ("listed", "listed of embed.weight")))
+def test_states_of_stage_0_that_follow_no_parameter_are_refused(
+    worlds: Any, tmp_path: Path, odd: str, named: str
+) -> None:
+    """What the refusal says mends it: the weights load alone, with the schedule."""
+    model = Model(optimizer=f"odd_{odd}")
+    saved = worlds[1].run("save", run=Run(0, 1), model=model, folder=str(tmp_path))
+    refused = worlds[2].run("load_refused", run=Run(2, 2), model=model, folder=str(tmp_path))
+    assert refused[0]["error"] == "UnsupportedLayout" and f"optimizer state {named}:" in refused[0]["text"]
+    alone = {"load_optimizer_states": False}
+    loaded = worlds[2].run("load", run=Run(2, 2), model=model, folder=str(tmp_path), arguments=alone)
+    assert not _weights_of(saved, loaded, loaded[0]["weights"]) and loaded[0]["scheduler"] == saved[0]["scheduler"]
+
+
+@pytest.mark.parametrize("target", (Run(1, 2), Run(3, 1), Run(0, 1)), ids=str)
+def test_states_that_are_no_fractions_stay_what_they_are(worlds: Any, tmp_path: Path, target: Run) -> None:
+    """torch, and so DeepSpeed at an unchanged layout, casts the states that it loads to the type of the masters."""
+    model = Model(optimizer="odd_mask")
+    saved = worlds[2].run("save", run=Run(1, 2), model=model, folder=str(tmp_path))
+    truth = gathered(saved)
+    assert truth["first.weight", "mask"].dtype is torch.bool
+    loaded = gathered(worlds[target.dp].run("load", run=target, model=model, folder=str(tmp_path)))
+    assert truth.keys() == loaded.keys() and all(same_bits(truth[key], loaded[key]) for key in truth)
 
 
 def test_weights_alone_load_where_each_rank_kept_a_state_for_itself(worlds: Any, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class ZeroCheckpoint:
     was cut; `stages_of_rows` are the stages of each, of a pipeline at stage 0. With `masters_in_module` (fp32 training
     at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
     the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
-    says that it was made of a checkpoint of another format.
+    says that it was made of a checkpoint of another format. `uncut` are states of stage 0 that follow no parameter.
     """
 
     listing: Listing
@@ -150,6 +150,7 @@ class ZeroCheckpoint:
     stages_of_rows: tuple[tuple[ModelStates, ...], ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
+    uncut: tuple[Fault, ...] = ()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

@@ -139,6 +139,7 @@ def _flat_groups(
         padded = tensor.numel + paddings[g] if kind == "zero" else tensor.numel
         alignment = _alignment(path, alignments, g)
         partitions.append(_partition(path, archive, g, tensor, states.get(g, {}), padded, alignment))
+    partitions = _with_own(partitions, base)
     said = entries.get("partition_count")
     counts = [positive(path, "partition_count", n) for n in (said if isinstance(said, list) else [said] * len(fp32))]
     if len(counts) != len(fp32):
@@ -168,9 +169,9 @@ def sub_groups(
     states, groups, members = torch_state(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
     if sorted(i for m in members for i in m) != list(range(len(fp32))):
         raise fail(path, "param groups and sub-groups differ", f"{len(fp32)} sub-groups", str(members))
-    partitions = tuple(
+    partitions = [
         _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
-    )
+    ]
     count = positive(path, "partition_count", entries.get("partition_count"))
     return OptimStates(
         path=path,
@@ -179,7 +180,7 @@ def sub_groups(
         elastic=False,
         partition_count=count,
         counts=_sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32)),
-        partitions=partitions,
+        partitions=tuple(_with_own(partitions, entries.get("optimizer_state_dict"))),
         groups=groups,
         members=members,
         entries=entries,
@@ -215,12 +216,35 @@ def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, M
         raise fail(path, f"entry {entry!r} has malformed param groups", "a list of dicts with 'params'", "other")
     states: States = {}
     for index, state in value["state"].items():
+        if isinstance(index, str):
+            continue  # of `own_values`
         if not isinstance(index, int) or not isinstance(state, dict):
             raise fail(path, f"entry {entry!r} has malformed states", "dicts by index", f"{index!r}")
         states[index] = state
     members = tuple(tuple(_index(path, i) for i in g["params"]) for g in groups)
     hyper = tuple({str(k): v for k, v in g.items() if k != "params"} for g in groups)
     return states, hyper, members
+
+
+def own_values(value: object) -> dict[str, str]:
+    """What a torch optimizer keeps beside the states of its parameters and their groups, and how it keeps it.
+
+    MADGRAD counts its steps in `state["k"]` (madgrad/madgrad.py, 1.3); others add an entry to their `state_dict`.
+    """
+    saved = value if isinstance(value, dict) else {}
+    state = saved.get("state")
+    names = [str(key) for key in saved if key not in ("state", "param_groups")]
+    names += [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
+    return dict.fromkeys(names, "a value of the optimizer itself")
+
+
+def _with_own(partitions: Sequence[Partition], value: object) -> list[Partition]:
+    """The partitions, the first of which says what the optimizer keeps of itself, too."""
+    own = own_values(value)
+    return [
+        replace(one, unfollowed={**one.unfollowed, **own}) if own and not number else one
+        for number, one in enumerate(partitions)
+    ]
 
 
 def _elastic(path: str, value: object, count: int) -> tuple[States, None, Members]:

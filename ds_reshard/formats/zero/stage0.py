@@ -16,6 +16,7 @@ from ds_reshard.errors import (
     ModelMismatch,
     ParamGroupMismatch,
     ReshardError,
+    UnsupportedLayout,
     damaged,
     fail,
     faults_of,
@@ -24,7 +25,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.optim_states import RESERVED
+from ds_reshard.formats.zero.optim_states import RESERVED, own_values
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement
@@ -74,7 +75,7 @@ Shape = tuple[int, ...]
 
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What has been read so far: tensors by buffer, placements, scalar states, faults."""
+    """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint."""
 
     path: str
     archive: TorchArchive
@@ -82,6 +83,7 @@ class _Found:
     placements: list[Placement] = field(default_factory=list)
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    uncut: list[Fault] = field(default_factory=list)
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
         if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
@@ -96,9 +98,11 @@ class _Found:
             found: Scalar = ScalarTensor(dtype=value.dtype, shape=value.shape, data=self.archive.tensor_bytes(value))
         elif value is None or isinstance(value, int | float | bool | str):
             found = value
+        elif isinstance(value, TensorRecord):
+            self.faults.append(_order_fault(name, kind, (1,), value.shape))
+            return
         else:
-            shape = value.shape if isinstance(value, TensorRecord) else ()
-            self.faults.append(_order_fault(name, kind, (1,), shape))
+            self.uncut.append(_uncut(f"{kind} of {name}", type(value).__name__))
             return
         self.scalars.setdefault(name, {})[kind] = found
 
@@ -121,6 +125,7 @@ def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]])
         raise_faults([groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
+        found.uncut += [_uncut(name, what) for name, what in own_values(inner).items()]
         raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
         for g, (group, shapes) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:
@@ -137,7 +142,7 @@ def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]])
     held = [GroupFacts(members=tuple(shapes), hyperparameters=own) for own, shapes in zip(hyper, order, strict=True)]
     facts = OptimizerFacts(groups=tuple(held), scalars=found.scalars)
     layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
-    named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw)
+    named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw, uncut=tuple(found.uncut))
     return named, {0: {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}}
 
 
@@ -169,6 +174,7 @@ def all_named(
             named.append((part, extents[0]))
         except ReshardError as error:
             faults += faults_of(error)
+    faults += [fault for part, _ in named for fault in part.uncut]
     for part, _ in named[1:]:
         if not alike(part, named[0][0]):
             what = f"keeps other states, steps or param groups than the first {first}"
@@ -261,6 +267,12 @@ def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
         str(list(found)),
         mend="build the optimizer's param groups in the order of the saved run",
     )
+
+
+def _uncut(name: str, found: str) -> Fault:
+    what = "does not follow the parameters, so it cannot be cut for another layout"
+    mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+    return UnsupportedLayout.fault(f"optimizer state {name}", what, "a tensor or one value", found, mend=mend)
 
 
 def groups_fault(path: str, expected: int, found: int) -> Fault:

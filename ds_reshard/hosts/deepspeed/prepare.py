@@ -248,6 +248,7 @@ def _fill(
 
 def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
+    yield from checkpoint.uncut
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unfollowed.items():
             yield UnsupportedLayout.fault(
