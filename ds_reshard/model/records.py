@@ -34,6 +34,10 @@ class ElementType(enum.Enum):
         self.label = label
         self.itemsize = itemsize
 
+    @property
+    def is_floating(self) -> bool:
+        return "float" in self.label
+
     @classmethod
     def named(cls, label: str) -> ElementType:
         """The type that torch calls `label`, for example "bfloat16"; KeyError when there is none."""

@@ -39,32 +39,39 @@ def adopt(
         "state": {n: s for n, s in state.items() if s},
         "param_groups": group_values(live, values),
     }
-    if live.replicated:
-        _adopt_stage0(engine, values, base)
-        return
-    with _as_read(engine.optimizer.optimizer, live, state):
-        _adopt_partitioned(engine, live, values, base)
+    with _as_read(getattr(engine.optimizer, "optimizer", engine.optimizer), live, state):
+        if live.replicated:
+            _adopt_stage0(engine, values, base)
+        else:
+            _adopt_partitioned(engine, live, values, base)
 
 
 @contextmanager
 def _as_read(
     inner: torch.optim.Optimizer, live: LiveOptimizer, state: Mapping[int, Mapping[str, object]]
 ) -> Iterator[None]:
-    """Inside, an optimizer that keeps fp32 states of 16-bit masters gets them as they were read.
+    """Inside, an optimizer gets states that are no fractions, and fp32 states of 16-bit masters that it keeps, as read.
 
     torch casts the states that it loads to the type of their parameter (`_process_value_according_to_param_policy`,
     optim/optimizer.py, 2.13), DeepSpeedCPUAdam's as well (`fp32_optimizer_states`, ops/adam/cpu_adam.py, 0.19.8).
     """
+    import torch
+
+    wide = any(buffer.fp32.element_size() < 4 for buffer in live.buffers)
+    wide = wide and getattr(inner, "fp32_optimizer_states", False)
+    kept = [
+        (number, kind, read)
+        for number, own in state.items()
+        for kind, read in own.items()
+        if kind != "step" and isinstance(read, torch.Tensor) and (wide or not read.is_floating_point())
+    ]
 
     def put_back(optimizer: torch.optim.Optimizer) -> None:
-        for number, buffer in enumerate(live.buffers):
-            held = optimizer.state.get(buffer.fp32, {})
-            for kind, read in state[number].items():
-                if hasattr(read, "dtype") and kind != "step" and held[kind].dtype is not read.dtype:
-                    held[kind] = read
+        for number, kind, read in kept:
+            held = optimizer.state[live.buffers[number].fp32]
+            held[kind] = read.to(held[kind].device)
 
-    narrow = any(buffer.fp32.element_size() < 4 for buffer in live.buffers)
-    if not (narrow and getattr(inner, "fp32_optimizer_states", False)):
+    if not kept:
         yield
         return
     handle = inner.register_load_state_dict_post_hook(put_back)

@@ -322,8 +322,9 @@ def same_layout(
     optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
     loses what is not tied of tied modules, all of one that the first stage has no file of, and bf16 at stage 0
     (`BF16_Optimizer._load_legacy_checkpoint`); experts of several expert-parallel ranks it takes for those of any other
-    number, fp32 states of 16-bit masters it rounds, and what an optimizer needs in its groups, or another rule of its
-    steps, it overlooks. Between fp16 and another precision it would take over how the loss was scaled.
+    number, fp32 states of 16-bit masters and states that are no fractions it casts, and what an optimizer needs in its
+    groups, or another rule of its steps, it overlooks. Between fp16 and another precision it would take over how the
+    loss was scaled.
     """
     if checkpoint.foreign:
         return False
@@ -358,7 +359,7 @@ def same_layout(
         if _gaps(buffer.gaps) != _gaps(partition.alignment):
             return False
         narrow = min(partition.fp32.dtype.itemsize, buffer.fp32.element_size())
-        if any(state.dtype.itemsize > narrow for state in partition.states.values()):
+        if any(state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()):
             return False
     facts = checkpoint.facts
     assert facts is not None
