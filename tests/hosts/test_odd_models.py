@@ -77,6 +77,16 @@ def test_a_stage_0_optimizer_is_never_matched_to_other_names(worlds: Any, saves:
     assert {r["error"] for r in refused} == {"ModelMismatch"} and all(r["unchanged"] for r in refused)
 
 
+def test_weights_alone_come_out_of_stage_0_where_a_parameter_is_new(worlds: Any, saves: Saves) -> None:
+    """With the schedule, too: its one param group needs no order, which no file tells."""
+    folder, saved = saves(Run(0, 1), Model())
+    alone = {"load_module_strict": False, "load_optimizer_states": False}
+    given = {"run": Run(2, 2), "model": Model(extra=True), "folder": str(folder), "arguments": alone}
+    loaded = worlds[2].run("load", **given)
+    assert _weights_of(saved, loaded, saved[0]["weights"]) == []
+    assert loaded[0]["scheduler"] == saved[0]["scheduler"]
+
+
 ODD = {
     "blocks": "does not follow the parameter",
     "weight": "a name that is used for something else",

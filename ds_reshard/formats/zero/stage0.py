@@ -281,5 +281,6 @@ def groups_fault(path: str, expected: int, found: int) -> Fault:
         "a stage-0 optimizer names no parameter, and its param groups are not those of this run",
         f"{expected} (this run)",
         f"{found} (saved)",
-        mend="build the optimizer with the param groups of the saved run",
+        mend="build the optimizer with the param groups of the saved run; for weights alone pass "
+        "load_optimizer_states=False, load_lr_scheduler_states=False",
     )

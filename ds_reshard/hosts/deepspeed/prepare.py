@@ -528,7 +528,10 @@ class SavedGroups:
         optimizer is not read, the flat groups tell its members; without them the order is taken as it is.
         """
         facts, shapes = None, self._checkpoint.model.param_shapes or ()
-        if self._checkpoint.stage != 0 or param_groups(torch_optimizer(self._checkpoint.model)):
+        numbered = param_groups(torch_optimizer(self._checkpoint.model)) if self._checkpoint.stage == 0 else None
+        if self._live is not None and numbered is not None and len(numbered) == len(self._live.groups) == 1:
+            return state, []
+        if numbered is None or numbered:
             facts = self.ordered[0].facts
         members = [group.members for group in facts.groups] if facts is not None else [tuple(one) for one in shapes]
         if not isinstance(state, dict) or not members or self._live is None:
