@@ -44,7 +44,7 @@ def test_an_unsupported_feature_is_refused_by_name(worlds: Any, saves: Saves, fe
     assert feature in told[0][1] and "dp=2" in told[0][1] and "dp=3" in told[0][1] and "To mend: " in told[0][1]
 
 
-@pytest.mark.parametrize("feature", ("NVMe offload", "ZenFlow", "MiCS"))
+@pytest.mark.parametrize("feature", ("ZenFlow", "MiCS"))
 def test_an_unsupported_feature_on_its_own_layout_is_deepspeeds(worlds: Any, saves: Saves, feature: str) -> None:
     """The layout is unchanged: DeepSpeed's own method is called, whatever it makes of it, also with `always`."""
     folder, _ = saves(Run(3, 2), MODEL)
@@ -65,6 +65,36 @@ def test_moments_of_superoffload_are_in_no_file(worlds: Any, saves: Saves) -> No
     assert "super_offload" in told[0][1] and "--load-masters-only" in told[0][1]
     masters = Run(3, 2, config={"ds_reshard": {"resume": {"optimizer": "masters"}}})
     assert worlds[2].run("refused_jobs.load_with_feature", run=masters, **given) == [("original", "")] * 2
+
+
+@pytest.mark.parametrize("policy", ({}, {"optimizer": "masters"}, {"optimizer": "skip"}), ids=str)
+def test_deepspeeds_load_under_nvme_offload_is_refused(worlds: Any, saves: Saves, policy: dict[str, str]) -> None:
+    """It leaves moments, steps and small param groups as they were built, without a word."""
+    folder, _ = saves(Run(3, 2), MODEL)
+    run = Run(3, 2, config={"ds_reshard": {"resume": policy}})
+    given = {"run": run, "model": MODEL, "folder": str(folder), "switch": "nvme"}
+    told = worlds[2].run("refused_jobs.load_with_feature", **given)
+    assert {error for error, _ in told} == {"UnsupportedLayout"} and told[0] == told[1]
+    assert policy or "they begin anew (expected cpu, found nvme)" in told[0][1]
+
+
+@pytest.mark.parametrize("target", (Run(3, 2), Run(1, 1)), ids=str)
+def test_what_lies_on_nvme_is_named_and_no_damage(worlds: Any, saves: Saves, tmp_path: Path, target: Run) -> None:
+    """Synthetic: what the optimizer files of DeepSpeed 0.19.8 hold of tensors above 1 MiB (`MIN_AIO_BYTES`)."""
+    folder = Path(shutil.copytree(saves(Run(3, 2), MODEL)[0], tmp_path / "ckpt"))
+    for path in folder.glob("*/*optim_states.pt"):
+        states = torch.load(path, weights_only=False)
+        held = states["optimizer_state_dict"]
+        held["fp32_flat_groups"] = [torch.empty(0) for _ in held["fp32_flat_groups"]]
+        for state in held["optimizer_state_dict"]["state"].values():
+            state |= {kind: torch.empty(0) for kind in ("exp_avg", "exp_avg_sq")}
+        torch.save(states, path)
+    given = {"run": target, "model": MODEL, "folder": str(folder)}
+    assert worlds[target.dp].run("load_refused", **given)[0]["error"] == "CheckpointDamaged"
+    (folder / "global_step3" / "offloaded_tensors").mkdir()
+    for told in worlds[target.dp].run("load_refused", **given):
+        assert (told["error"], told["unchanged"]) == ("UnsupportedLayout", True), told["text"]
+        assert "NVMe offload keeps it in offloaded_tensors" in told["text"]
 
 
 def test_masters_of_zenflow_are_behind_the_weights(worlds: Any, saves: Saves, tmp_path: Path) -> None:

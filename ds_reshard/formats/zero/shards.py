@@ -215,7 +215,8 @@ class ZeroShards:
         extents: dict[str, Extent] = {}
         for number, shapes in column.shapes.items():
             partition = optim.partitions[number]
-            faults += _sizes(column, optim, shapes, shard, number)
+            swapped = checkpoint.listing.nvme and not partition.fp32.numel and sub_group_numel(shapes, column.dp)
+            faults += [_swapped(optim.path, number)] if swapped else _sizes(column, optim, shapes, shard, number)
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
             wholes = first.partitions[number].whole_kinds & partition.wholes.keys()
@@ -226,6 +227,13 @@ class ZeroShards:
         marks = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
         self.prints[name] = (*self.prints.get(name, ()), *marks)
         return extents
+
+
+def _swapped(path: str, number: int) -> Fault:
+    """Of what NVMe offload keeps in files of its own (`save_checkpoint`, runtime/engine.py, 0.19.8)."""
+    what = f"has nothing of sub-group {number}: NVMe offload keeps it in offloaded_tensors, which DeepSpeed alone reads"
+    mend = 'load another tag, and save with "offload_optimizer": {"device": "cpu"}'
+    return UnsupportedLayout.fault(path, what, "masters and moments", "none", mend=mend)
 
 
 def _places(model: ModelStates) -> Mapping[str, Extent]:

@@ -425,6 +425,7 @@ def leave_to_deepspeed(
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     faults += _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
+    faults += _swapping(engine) if leave else ()
     if leave and is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
     if leave and not faults:
@@ -456,6 +457,20 @@ def _unsaved(mine: Considered, checkpoint: ZeroCheckpoint, request: Request) -> 
             "resume with ZenFlow and the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         )
         yield UnsupportedLayout.fault(checkpoint.listing.folder, LAGGING, mend=mend)
+
+
+def _swapping(engine: DeepSpeedEngine) -> Iterator[Fault]:
+    """Of an optimizer under NVMe offload DeepSpeed loads the masters that lie there, whatever is asked for.
+
+    It copies the files of `offloaded_tensors` and opens no optimizer file (`load_checkpoint`, runtime/engine.py,
+    0.19.8), and a fresh optimizer does not know the moments among them (`has_state_tensors`,
+    runtime/swap_tensor/optimizer_utils.py).
+    """
+    if getattr(engine.optimizer, "swap_optimizer", False):
+        what = "DeepSpeed loads neither moments, steps nor small param groups of an optimizer there: they begin anew"
+        mend = 'train with "device": "cpu"; for what DeepSpeed makes of it, load once with "ds_reshard": '
+        mend += '{"enabled": false}'
+        yield UnsupportedLayout.fault("zero_optimization.offload_optimizer.device", what, "cpu", "nvme", mend=mend)
 
 
 def _overlooked(engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint) -> bool:
