@@ -65,3 +65,39 @@ def resumed(folder: str, before: int, policy: dict[str, Any]) -> dict[str, Any]:
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
     return {**told, "loaded": _position(engine), "next": _drawn(engine, 3)}
+
+
+def layer_tokens(folder: str, policies: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """The layer tokens of random-LTD and the iteration: as saved, then after a load by each policy."""
+    import deepspeed
+
+    import ds_reshard
+
+    tokens = {"min_value": 2, "max_value": 8, "schedule_type": "fixed_linear"}
+    tokens["schedule_config"] = {"require_steps": 2, "seq_per_step": 1}
+    layers = {"total_layer_num": 4, "random_ltd_layer_num": 2, "random_ltd_layer_id": [1, 2], "model_mask_name": None}
+    form = {"model_type": "decoder", "hidden_state_order": "batch_seq_dim", "random_ltd_schedule": tokens}
+    told = []
+    for stage, policy in ((2, None), *((1, policy) for policy in policies)):
+        jobs.forget()
+        net = torch.nn.Linear(3, 1)
+        config = {
+            "train_batch_size": 4,
+            "zero_optimization": {"stage": stage},
+            "data_efficiency": {
+                "enabled": True,
+                "data_routing": {"enabled": True, "random_ltd": {"enabled": True, **layers, **form}},
+            },
+            "ds_reshard": {"resume": policy or {}},
+        }
+        engine = deepspeed.initialize(model=net, optimizer=torch.optim.AdamW(net.parameters()), config=config)[0]
+        if policy is None:
+            for _ in range(4):
+                engine.backward(engine(torch.ones(2, 3)).square().mean())
+                engine.step()
+            engine.save_checkpoint(folder)
+        else:
+            with ds_reshard.install("deepspeed"):
+                engine.load_checkpoint(folder)
+        told.append((engine.random_ltd_scheduler.get_current_seq(), engine.global_steps))
+    return told

@@ -1,4 +1,4 @@
-"""The data sampler of curriculum learning: what it draws from after a load."""
+"""The data sampler of curriculum learning, and random-LTD: what they go on with after a load."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ def test_the_position_comes_back_whatever_was_drawn_before(worlds: Any, tmp_path
     for told in worlds[2].run("curriculum_jobs.resumed", folder=str(tmp_path), before=before, policy={}):
         assert told["loaded"][0] == 3 and told["loaded"][2] == 1
         assert len(told["next"]) == 3
+
+
+def test_layer_tokens_begin_anew_with_the_iteration(worlds: Any, tmp_path: Path) -> None:
+    """Of random-LTD, whose tokens once at their end stay there whatever the iteration."""
+    policies = [{}, {"iteration": "reset"}]
+    for told in worlds[2].run("curriculum_jobs.layer_tokens", folder=str(tmp_path), policies=policies):
+        assert told == [(8, 4), (8, 4), (2, 0)]

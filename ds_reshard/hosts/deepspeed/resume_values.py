@@ -29,6 +29,7 @@ from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, beca
 from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, position_in, position_of, set_groups
 
 if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -66,7 +67,8 @@ class Own:
     """This run's own values, as they were before its first load, and the last load.
 
     `groups` are the param groups' values but the parameters; `begun` says that the engine had stepped before,
-    so that the scheduler's beginning is not known. `sampler` is the state of a curriculum's data sampler.
+    so that the scheduler's beginning is not known. `sampler` is the state of a curriculum's data sampler,
+    `random_ltd` that of the layer tokens.
     """
 
     groups: tuple[dict[str, object], ...]
@@ -75,6 +77,7 @@ class Own:
     scheduler: Beginning | None
     begun: bool
     sampler: object
+    random_ltd: object
     last: Last | None = None
 
     @property
@@ -100,6 +103,7 @@ def own_values(engine: DeepSpeedEngine) -> Own:
             scheduler=beginning_of(scheduler) if scheduler is not None else None,
             begun=engine.global_steps > 0,
             sampler=copy.deepcopy(sampler.state_dict()) if (sampler := _sampler(engine)) is not None else None,
+            random_ltd=copy.deepcopy(ltd.state_dict()) if (ltd := _random_ltd(engine)) is not None else None,
         )
     return _OWN[engine]
 
@@ -130,6 +134,12 @@ def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
     return sampler if loader is not None and engine.curriculum_learning_enabled() else None
 
 
+def _random_ltd(engine: DeepSpeedEngine) -> RandomLTDScheduler | None:
+    """The schedule of random-LTD, which counts by the iteration."""
+    made: RandomLTDScheduler | None = getattr(engine, "random_ltd_scheduler", None)
+    return made
+
+
 def narrowed(request: Request, policy: ResumePolicy) -> Request:
     """The load that a policy asks for: never more than the caller's arguments, which keep their meaning."""
     return replace(
@@ -156,6 +166,8 @@ def apply(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy) -> None:
         setattr(engine.optimizer, scale_name(engine.optimizer) or "loss_scaler", copy.deepcopy(own.loss_scaler))
     if not policy.keeps_iteration:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
+        if (random_ltd := _random_ltd(engine)) is not None:
+            random_ltd.load_state_dict(own.random_ltd)
     sampler = _sampler(engine)
     if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
         load_sampler(sampler, copy.deepcopy(own.sampler))
