@@ -258,6 +258,16 @@ def test_a_tag_that_does_not_exist(worlds: Any, saves: Saves) -> None:
     assert all(r["unchanged"] for r in refused)
 
 
+def test_a_latest_tag_that_does_not_exist(worlds: Any, saves: Saves, tmp_path: Path) -> None:
+    """As where somebody has removed the last folder: to pass no tag does not mend it."""
+    folder = Path(shutil.copytree(saves(Run(2, 2), MODEL)[0], tmp_path / "ckpt"))
+    (folder / "latest").write_text("global_step9")
+    refused = worlds[2].run("load_refused", run=Run(3, 2), model=MODEL, folder=str(folder))
+    assert {r["error"] for r in refused} == {"CheckpointNotFound"}
+    assert "has no tag 'global_step9', which is said to be the latest" in refused[0]["text"]
+    assert "one of the tags that exist, or restore that folder" in refused[0]["text"]
+
+
 @pytest.mark.parametrize("fault", ("unreadable", "another folder", "crash"))
 def test_a_fault_on_one_rank_is_every_ranks_fault(worlds: Any, saves: Saves, fault: str) -> None:
     """An I/O error, another view of the folder, or a bug of ours on rank 1 of 3: all raise the same."""

@@ -144,7 +144,7 @@ def look(
     A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
     `names` says. With `later` a folder without stages is listed alone: rank 0 then reads its files while the others do.
     """
-    listing = None
+    listing, given = None, tag is not None
     folders.renew(load_dir)
     try:
         other = None if universal else _of_another_format(load_dir, tag)
@@ -159,7 +159,7 @@ def look(
         refuse_elsewhere(load_dir, str(tag))
         folder = os.path.join(load_dir, str(tag))
         if not folders.is_folder(folder):
-            return Found(faults=(_no_tag(load_dir, str(tag)),))
+            return Found(faults=(_no_tag(load_dir, str(tag), given=given),))
         refuse_unfinished(folder)
         listing = list_folder(folder)
         if later and not (listing.faults or listing.universal or listing.layers):
@@ -320,12 +320,13 @@ def _no_latest(load_dir: str, files: Sequence[str]) -> Fault:
     return CheckpointNotFound.fault(load_dir, what, mend=mend)
 
 
-def _no_tag(load_dir: str, tag: str) -> Fault:
+def _no_tag(load_dir: str, tag: str, *, given: bool) -> Fault:
     tags = [name for name, nbytes in folders.entries(load_dir).items() if nbytes is None]
+    other = "none for the latest" if given else "restore that folder"
     return CheckpointNotFound.fault(
         load_dir,
-        f"has no tag {tag!r}",
+        f"has no tag {tag!r}" + ("" if given else ", which is said to be the latest"),
         "one of " + (", ".join(map(repr, tags[:12])) or "none"),
         repr(tag),
-        mend="pass tag= one of the tags that exist, or none for the latest" if tags else "check the folder's path",
+        mend=f"pass tag= one of the tags that exist, or {other}" if tags else "check the folder's path",
     )
