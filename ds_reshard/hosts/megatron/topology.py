@@ -217,8 +217,8 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
 def may_be_shifted(saved: Saved) -> bool:
     """Whether it is of the kind that Megatron saves wrong where its buckets are padded (`saves`)."""
     arguments = saved.arguments
-    tied = not arguments.get(_UNTIED)
-    several = _buckets(arguments) is not None or (tied and size_of(arguments, "pipeline_model_parallel_size") > 1)
+    shared = not arguments.get(_UNTIED) or bool(arguments.get("mtp_num_layers"))  # an embedding has a bucket of its own
+    several = _buckets(arguments) is not None or (shared and size_of(arguments, "pipeline_model_parallel_size") > 1)
     return saved.distributed and saved.sharding == "fully_reshardable" and several
 
 

@@ -224,16 +224,19 @@ def _model(
     pg_collection: Any = None,
 ) -> Any:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec, get_gpt_mtp_block_spec
     from megatron.training import argument_utils, arguments, get_args
 
     of_config = argument_utils if hasattr(argument_utils, "core_transformer_config_from_args") else arguments  # 0.17.1
     args = get_args()
     config = of_config.core_transformer_config_from_args(args) if config is None else config
     config.context_parallel_size = 1  # local attention refuses it; the groups of ranks have it
+    layer = get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm)
+    ahead = {"use_transformer_engine": False, "vp_stage": vp_stage}
     return GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(args.num_experts, args.moe_grouped_gemm),
+        transformer_layer_spec=layer,
+        mtp_block_spec=get_gpt_mtp_block_spec(config, layer, **ahead) if args.mtp_num_layers else None,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         pre_process=pre_process,

@@ -542,11 +542,15 @@ SHIFTED = {
     "small buckets": (MODELS["C"] + BUCKETS, 2),
     "dp3": (WIDE + "--global-batch-size 6 ", 3),
     "busbw": (WIDE + "--ddp-pad-buckets-for-high-nccl-busbw ", 2),
+    "ahead": (
+        f"{MODELS['B']}--hidden-size 20 --num-layers 2 --mtp-num-layers 1 {PP}",
+        2,
+    ),  # copies of untied embeddings
 }
 
 
-# the four cells by `make test-versions`, of each release
-@pytest.mark.parametrize("world", SHIFTED if TRAINED == WITH_TRAINING else ("tied pp2", "dp3"))
+# all cells by `make test-versions`, of each release
+@pytest.mark.parametrize("world", SHIFTED if TRAINED == WITH_TRAINING else ("tied pp2", "dp3", "ahead"))
 @pytest.mark.parametrize("release", TRAINED)
 def test_what_megatron_saves_shifted(releases: Any, release: str, world: str, tmp_path: Path) -> None:
     """Refused at the load, by whomever; with the hooks on it is saved right, and Megatron alone loads it."""
