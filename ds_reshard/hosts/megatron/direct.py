@@ -486,10 +486,29 @@ def _fits(
     if piece.padded and shape[1:] == mine[1:]:
         if same_vocabulary(shape[0], mine[0], (saved.arguments, run), _tokens()):
             return True
-        what = "is of another vocabulary: the rows are no padding of the same one"
-        mend = "give the tokenizer and the sizes of the vocabulary that were saved"
+        what, mend = _OTHER_VOCABULARY
     faults.append(ModelMismatch.fault(piece.name, what, str(list(shape)), str(list(mine)), mend=mend))
     return False
+
+
+_OTHER_VOCABULARY = (
+    "is of another vocabulary: the rows are no padding of the same one",
+    "give the tokenizer and the sizes of the vocabulary that were saved",
+)
+
+
+def other_vocabulary(saved: Mapping[str, object], run: Mapping[str, object], where: str) -> list[Fault]:
+    """A fault where rows of embeddings are other words: of `torch_dist` Megatron drops them, or makes them of zeros.
+
+    `allow_shape_mismatch` of core/tensor_parallel/layers.py, 0.18.2 and 0.19.2.
+    """
+    rows, now = (held.get("padded_vocab_size") for held in (saved, run))
+    if not isinstance(rows, int) or not isinstance(now, int) or rows == now:
+        return []
+    if same_vocabulary(rows, now, (saved, run), _tokens()):
+        return []
+    what, mend = _OTHER_VOCABULARY
+    return [ModelMismatch.fault(where, what, f"{rows} rows", f"{now} rows", mend=mend)]
 
 
 def same_vocabulary(

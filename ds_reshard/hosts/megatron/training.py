@@ -45,7 +45,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
 from ds_reshard.formats.megatron.torch_dist import saved_weights
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.megatron.direct import MODEL, take
+from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary, take
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
@@ -287,6 +287,8 @@ def look(
         groups = with_sharded_groups(optimizer, groups, load.where)
     load.found = _found(load, state, release)
     faults = [] if load.another_model else format_faults(load.where, form.lower(), policy)
+    if form == "GLOBAL" and load.taken is None:
+        faults += _vocabulary_faults(load, arguments)
     if release:
         step = None if load.another_model else getattr(arguments, "ckpt_step", None)
         return faults + release_faults(load.where, policy, step)
@@ -328,6 +330,17 @@ def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: obje
     if policy.loads_moments and all(kinds) and kinds[0] != kinds[1]:
         what, mend = "is another than in the saving run", "build the optimizer that was saved, or add --no-load-optim"
         yield ModelMismatch.fault("--optimizer", what, *kinds, mend=mend)
+
+
+def _vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
+    """Rows that Megatron would drop, or make of zeros, without a word; `--finetune` warns."""
+    saved = load.found.arguments if load.found is not None else None
+    faults = other_vocabulary(getattr(saved, "__dict__", {}), vars(arguments), load.where)
+    if not load.policy.finetune:
+        return faults
+    said = [f"the vocabulary: {one.what} ({one.expected} as saved, {one.found} now)" for one in faults]
+    load.warnings += [text for text in said if text not in load.warnings]  # looked at twice
+    return []
 
 
 def _left_behind(load: Load, asked: Mapping[object, object]) -> list[Fault]:

@@ -1,0 +1,41 @@
+"""What Megatron-LM loads into another model under one topology, and leaves out or as it was made without a word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from format_jobs import ITERATION
+from saved_worlds import DISTRIBUTED, FLAGS, GATED
+
+pytestmark = pytest.mark.slow
+RELEASE = "0.19.2"
+
+
+def _saved(releases: Any, folder: Path, arguments: str, form: str) -> str:
+    saves = [{"save": str(folder), **FLAGS[form]}]
+    releases[RELEASE].run("format_jobs:save", arguments=arguments, saves=saves)
+    return f"{arguments} --load {folder} "
+
+
+def _one(releases: Any, function: str, arguments: str, **more: Any) -> dict[str, Any]:
+    (told,) = releases[RELEASE].run(f"load_jobs:{function}", arguments=arguments, **more)
+    return dict(told)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form", "more"),
+    [(DISTRIBUTED, "model_space", ""), ("--bf16 ", "plain", ""), (DISTRIBUTED, "buckets", "--no-load-optim ")],
+)
+def test_another_vocabulary(releases: Any, optimizer: str, form: str, more: str, tmp_path: Path) -> None:
+    """Of `torch_dist` rows are dropped, or are zeros, states too: refused; with `--finetune` the report tells it."""
+    load = _saved(releases, tmp_path, optimizer + GATED, form) + more
+    for words in (70, 120):
+        asked = f"{load} --vocab-size {words} "
+        assert _one(releases, "load", asked, hooks=False)["iteration"] == ITERATION
+        told = _one(releases, "refused", asked)
+        assert (told["refused"], told["changed"]) == ("ModelMismatch", [])
+        assert "is of another vocabulary" in told["message"] and "expected 104 rows" in told["message"]
+        kept = _one(releases, "load", f"{asked} --finetune")
+        assert len([text for text in kept["report"]["warnings"] if "104 rows as saved" in text]) == 1
