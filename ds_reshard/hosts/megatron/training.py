@@ -381,8 +381,10 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
     for number, model in enumerate(models):
         held = state.get("model" if len(models) == 1 else f"model{number}")
         told = {str(name): one for name, one in held.items() if _is_weight(one)} if isinstance(held, Mapping) else {}
-        own = dict(model.named_parameters(remove_duplicate=False))
-        known = own | dict(model.named_buffers(remove_duplicate=False))
+        own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        buffers, kept = dict(model.named_buffers(remove_duplicate=False)), model.state_dict(keep_vars=True)
+        own |= {name: one for name, one in buffers.items() if name in kept and _is_weight(one)}
+        known = own | buffers
         for name in sorted(own.keys() - told.keys()):
             what = "is a tensor of this run, and the checkpoint has none of that name"
             names.append(ModelMismatch.fault(name, what, "that name", load.where, mend=MODEL))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from format_jobs import ITERATION
-from saved_worlds import DISTRIBUTED, FLAGS, GATED
+from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED
 
 pytestmark = pytest.mark.slow
 RELEASE = "0.19.2"
@@ -39,3 +39,15 @@ def test_another_vocabulary(releases: Any, optimizer: str, form: str, more: str,
         assert "is of another vocabulary" in told["message"] and "expected 104 rows" in told["message"]
         kept = _one(releases, "load", f"{asked} --finetune")
         assert len([text for text in kept["report"]["warnings"] if "104 rows as saved" in text]) == 1
+
+
+def test_a_bias_of_routers_that_format_torch_has_not(releases: Any, tmp_path: Path) -> None:
+    """It is no parameter, and stays zero: refused; with `--finetune` the report tells it."""
+    load = _saved(releases, tmp_path, DISTRIBUTED + GATED + EXPERTS_WHOLE, "torch")
+    load += "--moe-router-enable-expert-bias --moe-router-score-function sigmoid "
+    assert _one(releases, "load", load, hooks=False)["iteration"] == ITERATION
+    told = _one(releases, "refused", load)
+    assert (told["refused"], told["changed"]) == ("ModelMismatch", [])
+    assert told["where"] == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(4)]
+    kept = _one(releases, "load", f"{load} --finetune")
+    assert any("router.expert_bias: is a tensor of this run" in text for text in kept["report"]["warnings"])
