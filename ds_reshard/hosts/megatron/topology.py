@@ -9,6 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import PurePath
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, is_megatrons
@@ -16,6 +17,7 @@ from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
+    ConfigError,
     Fault,
     UnsafePickle,
     UnsupportedLayout,
@@ -33,6 +35,7 @@ from ds_reshard.formats.megatron.checkpoint import (
 )
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
+from ds_reshard.resume.policy import ResumePolicy
 
 _SIZES = {
     "tensor_model_parallel_size": "tensor-parallel size",
@@ -151,6 +154,50 @@ def _tracker_faults(folder: str, step: str | None) -> Iterator[Fault]:
     yield CheckpointDamaged.fault(
         os.path.join(folder, TRACKER), what, "an iteration, or release", repr(told), mend=mend
     )
+
+
+def release_faults(where: str, policy: ResumePolicy, step: object) -> list[Fault]:
+    """A release holds weights alone; where the tracker file names it Megatron reads it whatever `--ckpt-step` says."""
+    if step:
+        what = f"is a release, which the tracker file names: Megatron-LM would load it, and not --ckpt-step {step}"
+        mend = f"write {step} into {PurePath(where).parent / TRACKER} in place of --ckpt-step, or leave that out"
+        return [ConfigError.fault(where, what, mend=mend)]
+    if policy.optimizer != "masters" and policy.scheduler == "host":
+        return []
+    what = "is a release: weights alone, with no optimizer, schedule or position to resume"
+    return [ConfigError.fault(where, what, mend="add --finetune and leave out the others")]
+
+
+def step_faults(where: str, arguments: object) -> list[Fault]:
+    """Moments of another iteration: for `torch` with the distributed optimizer Megatron reads `distrib_optim.pt`, and
+    the iteration to go on from, by the tracker file and not by `--ckpt-step` (`load_checkpoint`, 0.18.2 and 0.19.2).
+    """
+    if not getattr(arguments, "ckpt_step", None) or not getattr(arguments, "use_distributed_optimizer", False):
+        return []
+    folder = PurePath(where)
+    try:
+        with open(folder.parent / TRACKER, encoding="utf-8") as file:
+            latest = file.read(20).strip()
+    except (OSError, ValueError):
+        latest = "nothing that can be read"
+    if latest.isdecimal() and folder.name == f"iter_{int(latest):07d}":
+        return []
+    what = "Megatron-LM would load its weights, and moments and iteration of the checkpoint that the tracker file names"
+    mend = f"write the iteration into {folder.parent / TRACKER} in place of --ckpt-step, or add --no-load-optim"
+    return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]
+
+
+def missing_file(path: str) -> list[Fault]:
+    """A fault where a rank's file of format `torch` is not there, as a save leaves that was killed, or a copy.
+
+    Without that of the weights Megatron ends the rank by `sys.exit()`, the status of a run that went well; without that
+    of the states it stops when weights have changed (`_load_base_checkpoint` and `load_checkpoint` of
+    training/checkpointing.py, 0.18.2 and 0.19.2).
+    """
+    if folders.is_file(path):
+        return []
+    mend = "restore the folder from a copy, or take another iteration"
+    return [CheckpointNotFound.fault(path, "is missing", "a file of this rank", "none", mend=mend)]
 
 
 def _latest(folder: str) -> int:

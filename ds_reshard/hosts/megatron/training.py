@@ -42,8 +42,9 @@ from ds_reshard.errors import (
     raise_faults,
     without_secrets,
 )
-from ds_reshard.formats.megatron.checkpoint import TRACKER, saved_groups
+from ds_reshard.formats.megatron.checkpoint import TRACKER, find_iteration, saved_groups
 from ds_reshard.formats.megatron.torch_dist import saved_weights
+from ds_reshard.formats.megatron.torch_format import FLAT_FILE, is_torch_format
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary, take
 from ds_reshard.hosts.megatron.group_values import (
@@ -59,6 +60,7 @@ from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, cu
 from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
+from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
 from ds_reshard.operations.ranks import agree_files, attempt, broadcast, gather, of_all, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
@@ -244,6 +246,8 @@ def load_base_checkpoint(call: Call) -> Base:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
             raise_faults(_left_behind(load, asked), subject=f"resuming from {load.where}")
+        if load is not None:
+            raise_faults(of_all(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
             result = call()
     state, name, release, kind = result
@@ -262,6 +266,7 @@ def load_base_checkpoint(call: Call) -> Base:
         faults = look(load, state, release, form, arguments, first=first)
         if legacy and not first:
             faults += other_weights(load, state)
+            faults = faults or _own_states(load, state, str(name), arguments)
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -271,6 +276,26 @@ def load_base_checkpoint(call: Call) -> Base:
         own, _, _ = attempt(lambda: {name.removeprefix(f"{load_dir}/"): digest_of(name)})
         agree_files(own or {}, subject=subject)
     return result
+
+
+def _own_file(load_dir: str, arguments: object) -> list[Fault]:
+    """What this rank has not of a checkpoint of format `torch`: others that have theirs would wait for it."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    step = getattr(arguments, "ckpt_step", None)
+    folder, _, _ = attempt(lambda: find_iteration(load_dir, str(step) if step else None))
+    number = PurePath(folder or "").name.removeprefix("iter_")
+    if folder is None or not number.isdecimal() or not is_torch_format(folder):
+        return []  # Megatron tells what is not there
+    return missing_file(get_checkpoint_name(load_dir, int(number)))
+
+
+def _own_states(load: Load, state: Mapping[str, object], name: str, arguments: object) -> list[Fault]:
+    """The same of the states of a distributed optimizer, which lie beside the weights; a layer-wise one has others."""
+    layer_wise = getattr(arguments, "use_layer_wise_distributed_optimizer", False)
+    distributed = getattr(arguments, "use_distributed_optimizer", False) and not layer_wise
+    read = load.policy.loads_masters and load.optimizer is not None and "optimizer" in state
+    return missing_file(str(PurePath(name).with_name(FLAT_FILE))) if read and distributed else []
 
 
 def look(
@@ -507,37 +532,6 @@ def announced_format_faults(policy: ResumePolicy, arguments: Namespace) -> list[
     if not os.path.isfile(os.path.join(folder, TRACKER)):
         return []
     return format_faults(folder, getattr(arguments, "ckpt_format", ""), policy)
-
-
-def release_faults(where: str, policy: ResumePolicy, step: object) -> list[Fault]:
-    """A release holds weights alone; where the tracker file names it Megatron reads it whatever `--ckpt-step` says."""
-    if step:
-        what = f"is a release, which the tracker file names: Megatron-LM would load it, and not --ckpt-step {step}"
-        mend = f"write {step} into {PurePath(where).parent / TRACKER} in place of --ckpt-step, or leave that out"
-        return [ConfigError.fault(where, what, mend=mend)]
-    if policy.optimizer != "masters" and policy.scheduler == "host":
-        return []
-    what = "is a release: weights alone, with no optimizer, schedule or position to resume"
-    return [ConfigError.fault(where, what, mend="add --finetune and leave out the others")]
-
-
-def step_faults(where: str, arguments: object) -> list[Fault]:
-    """Moments of another iteration: for `torch` with the distributed optimizer Megatron reads `distrib_optim.pt`, and
-    the iteration to go on from, by the tracker file and not by `--ckpt-step` (`load_checkpoint`, 0.18.2 and 0.19.2).
-    """
-    if not getattr(arguments, "ckpt_step", None) or not getattr(arguments, "use_distributed_optimizer", False):
-        return []
-    folder = PurePath(where)
-    try:
-        with open(folder.parent / TRACKER, encoding="utf-8") as file:
-            latest = file.read(20).strip()
-    except (OSError, ValueError):
-        latest = "nothing that can be read"
-    if latest.isdecimal() and folder.name == f"iter_{int(latest):07d}":
-        return []
-    what = "Megatron-LM would load its weights, and moments and iteration of the checkpoint that the tracker file names"
-    mend = f"write the iteration into {folder.parent / TRACKER} in place of --ckpt-step, or add --no-load-optim"
-    return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]
 
 
 _ALWAYS = "--ds-reshard-always"

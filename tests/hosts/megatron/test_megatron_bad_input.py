@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from damages import changed_chunks, changed_common, changed_number, changed_text, same_bytes
-from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, GATED, TIED, Saved
+from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, GATED, PP, TIED, TP, Saved
 
 import ds_reshard.operations as tools
 from ds_reshard import errors
@@ -154,3 +154,15 @@ def test_it_is_refused_everywhere(damaged: tuple[Case, Path], releases: Any, tmp
     told = releases["0.19.2"].run("load_jobs:refused", ranks=2, arguments=arguments)
     assert len({one["message"] for one in told}) == 1 and case.said in told[0]["message"]
     assert [(one["refused"], one["changed"]) for one in told] == [(case.error, [])] * 2
+
+
+@pytest.mark.parametrize("file", ["model_optim_rng.pt", "distrib_optim.pt"])
+def test_a_file_that_one_rank_alone_would_miss(saved: Saved, releases: Any, file: str, tmp_path: Path) -> None:
+    """Under the saved topology Megatron ends that rank as if all were well, or stops late; the others wait for it."""
+    copy = tmp_path / "copy"
+    shutil.copytree(saved("gated tp2 pp2", "torch"), copy)
+    (_iteration(copy) / "mp_rank_01_001" / file).unlink()
+    job = {"arguments": f"{DISTRIBUTED}{GATED}{TP}{PP} --load {copy}"}
+    told = releases["0.19.2"].run("load_jobs:refused", ranks=4, **job)
+    assert {(one["refused"], tuple(one["changed"])) for one in told} == {("CheckpointNotFound", ())}
+    assert len({one["message"] for one in told}) == 1 and f"mp_rank_01_001/{file}: is missing" in told[0]["message"]
