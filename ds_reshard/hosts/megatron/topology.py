@@ -196,7 +196,7 @@ def missing_file(path: str) -> list[Fault]:
     """
     if folders.is_file(path):
         return []
-    mend = "restore the folder from a copy, or take another iteration"
+    mend = "restore the folder from a copy, take another iteration, or give the model-parallel sizes that were saved"
     return [CheckpointNotFound.fault(path, "is missing", "a file of this rank", "none", mend=mend)]
 
 
@@ -281,6 +281,18 @@ def _stages(arguments: Mapping[str, object]) -> tuple[object, ...]:
     """Which layers each pipeline stage has; where the layout puts those of multi-token prediction, its own words."""
     apart = arguments.get("pipeline_model_parallel_layout") if arguments.get("mtp_num_layers") else None
     return layers_of(arguments), apart
+
+
+def renumbered(saved: Mapping[str, object], run: Mapping[str, object], where: str) -> list[Fault]:
+    """A fault where stages, which count layers from 0 in format `torch`, begin at others: weights would be others'."""
+    starts = [{at: span.start for at, span in (layers_of(one) or {}).items()} for one in (saved, run)]
+    if not all(starts) or starts[0] == starts[1]:
+        return []
+    what = "has other layers on each pipeline stage, and Megatron-LM would take them for those of the same number"
+    mend = "give it as --load with --finetune, which takes them under any layout, or the layout that was saved"
+    return [
+        UnsupportedLayout.fault(where, what, str(list(starts[0].values())), str(list(starts[1].values())), mend=mend)
+    ]
 
 
 def _grouped(arguments: Mapping[str, object]) -> bool:

@@ -60,7 +60,7 @@ from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, cu
 from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
+from ds_reshard.hosts.megatron.topology import missing_file, release_faults, renumbered, step_faults
 from ds_reshard.operations.ranks import agree_files, attempt, broadcast, gather, of_all, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
@@ -420,6 +420,8 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
             sides = [str(list(one.shape)) for one in (told[name], own[name])]
             if sides[0] != sides[1]:
                 shapes.append(ModelMismatch.fault(name, "has another shape in the checkpoint", *sides, mend=MODEL))
+    if names and load.policy.finetune and load.found is not None:
+        shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(_arguments()), load.where)
     if load.policy.finetune and names:
         load.warnings.append("; ".join(f"{fault.where}: {fault.what}" for fault in names))
         names = []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from format_jobs import ITERATION
-from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED
+from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP
 
 pytestmark = pytest.mark.slow
 RELEASE = "0.19.2"
@@ -51,3 +51,19 @@ def test_a_bias_of_routers_that_format_torch_has_not(releases: Any, tmp_path: Pa
     assert told["where"] == [f"decoder.layers.{layer}.mlp.router.expert_bias" for layer in range(4)]
     kept = _one(releases, "load", f"{load} --finetune")
     assert any("router.expert_bias: is a tensor of this run" in text for text in kept["report"]["warnings"])
+
+
+def test_stages_of_a_pretrained_model_that_begin_at_other_layers(releases: Any, tmp_path: Path) -> None:
+    """Of format `torch` Megatron gives layers the weights of others, and leaves some as made; `--load` takes it."""
+    uneven = f"{DISTRIBUTED}{GATED}{PP}--decoder-first-pipeline-num-layers 1 "
+    folder, even = tmp_path / "saved", f"{DISTRIBUTED}{GATED}{PP}--ckpt-format torch "
+    saves = [{"save": str(folder), **FLAGS["torch"]}]
+    releases[RELEASE].run("format_jobs:save", ranks=2, arguments=uneven, saves=saves)
+    asked = f"{even}--load {tmp_path / 'new'} --pretrained-checkpoint {folder} "
+    alone = releases[RELEASE].run("load_jobs:load", ranks=2, arguments=asked, hooks=False)
+    assert any(text.startswith("weight decoder") for one in alone for text in one["wrong"])
+    told = releases[RELEASE].run("load_jobs:refused", ranks=2, arguments=asked)
+    assert [(one["refused"], one["changed"]) for one in told] == [("UnsupportedLayout", [])] * 2
+    assert "(expected [0, 1], found [0, 2])" in told[0]["message"] and told[0]["message"] == told[1]["message"]
+    taken = releases[RELEASE].run("load_jobs:load", ranks=2, arguments=f"{even}--load {folder} --finetune")
+    assert not [text for one in taken for text in one["wrong"] if text.startswith("weight")]
