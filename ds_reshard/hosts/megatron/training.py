@@ -280,13 +280,13 @@ def load_base_checkpoint(call: Call) -> Base:
 
 def _own_file(load_dir: str, arguments: object) -> list[Fault]:
     """What this rank has not of a checkpoint of format `torch`: others that have theirs would wait for it."""
-    from megatron.training.checkpointing import get_checkpoint_name
-
     step = getattr(arguments, "ckpt_step", None)
     folder, _, _ = attempt(lambda: find_iteration(load_dir, str(step) if step else None))
     number = PurePath(folder or "").name.removeprefix("iter_")
     if folder is None or not number.isdecimal() or not is_torch_format(folder):
         return []  # Megatron tells what is not there
+    from megatron.training.checkpointing import get_checkpoint_name
+
     return missing_file(get_checkpoint_name(load_dir, int(number)))
 
 
