@@ -177,10 +177,8 @@ def _read(folder: str) -> Directory:
     parts = _parts(folder) or [""]
     for path in (os.path.join(folder, part) for part in ACCELERATE if part not in parts and "" not in parts):
         if folders.is_folder(path):
-            what, whole = (
-                "has no .metadata, which is written last: the save did not end",
-                os.path.join(folder, parts[0]),
-            )
+            whole = os.path.join(folder, parts[0])
+            what = "has no .metadata, which is written last: the save did not end"
             raise CheckpointNotFound.of(path, what, mend=f"take an older checkpoint, or {whole} alone, which is whole")
     first, *others = [read_directory(os.path.join(folder, part)) for part in parts]
     for other in others:
