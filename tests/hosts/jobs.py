@@ -41,9 +41,9 @@ def join(timeout_s: int) -> None:
     deepspeed.init_distributed(BACKEND, verbose=False)
 
 
-def process_groups() -> int:
-    """How many process groups there are, those of engines that are gone among them."""
-    return len(torch.distributed.distributed_c10d._world.pg_map)
+def threads() -> int:
+    """The number of threads of this process: a process group keeps its own as long as anything refers to it."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def forget_accelerate() -> None:

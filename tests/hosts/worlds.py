@@ -21,7 +21,7 @@ from ports import free_port
 
 START_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 200.0
-MOST_GROUPS = 16
+MOST_THREADS = 64
 COLLECTIVE_TIMEOUT_S = 90
 
 
@@ -45,7 +45,7 @@ class World:
 
     def __init__(self, size: int, timeout_s: int = COLLECTIVE_TIMEOUT_S) -> None:
         self.size = size
-        self.groups = 0
+        self.threads = 0
         port = free_port()
         context = server()
         self._pipes: list[Connection] = []
@@ -91,8 +91,8 @@ class World:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not finish {job} in {JOB_TIMEOUT_S} s")
-            ok, value, trace, groups = pipe.recv()
-            self.groups = max(self.groups, groups)
+            ok, value, trace, threads = pipe.recv()
+            self.threads = max(self.threads, threads)
             if ok:
                 results[rank] = value
             else:
@@ -132,9 +132,9 @@ class Worlds:
         return world
 
     def renew(self) -> None:
-        """End worlds with many process groups of engines that are gone: each wakes a thread every hundredth second."""
+        """End worlds with many threads of process groups: a thread of gloo wakes up every hundredth second."""
         for size, world in list(self._worlds.items()):
-            if world.groups > MOST_GROUPS:
+            if world.threads > MOST_THREADS:
                 world.close()
                 del self._worlds[size]
 
@@ -165,7 +165,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) ->
             answer = (True, _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, made), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
-        pipe.send((*answer, jobs.process_groups()))
+        pipe.send((*answer, jobs.threads()))
 
 
 def _sendable(error: Exception) -> Exception:
