@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,13 +22,45 @@ _HOSTS = str(Path(__file__).parent / "hosts")
 sys.path.insert(0, _HOSTS)
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_HOSTS, os.environ.get("PYTHONPATH", ""))))
 
+import lifetimes  # noqa: E402  # of tests/hosts
+
+_WORLDS = pytest.StashKey[Any]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Let SIGTERM end a run like SIGINT, and find the processes that it leaves behind."""
+    lifetimes.adopt_orphans()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell started this run in the background
+    signal.signal(signal.SIGTERM, _terminated)
+
+
+def _terminated(number: int, frame: object) -> None:
+    pytest.exit("terminated by SIGTERM", returncode=128 + number)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Kill what is left when all fixtures are gone, and name it."""
+    left = [command for command in lifetimes.end_descendants() if "from multiprocessing." not in command]
+    if left:
+        print(f"processes that tests left behind, killed: {len(left)}\n" + "\n".join(left))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    made = config.stash.get(_WORLDS, None)
+    if made is not None:
+        most = made.most
+        terminalreporter.write_line(
+            f"{made.started} worlds were started; a worker had at most {most.threads} threads, {most.files} open files "
+            f"and {most.memory_mib} MiB"
+        )
+
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Any]:
+def worlds(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Worlds of worker processes by size, kept alive for the whole session."""
     from worlds import Worlds
 
-    made = Worlds()
+    made = request.config.stash[_WORLDS] = Worlds()
     yield made
     made.close()
 

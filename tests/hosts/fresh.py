@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from devices import BACKEND, environment
 from gathered import assert_moments, same_bits
+from lifetimes import die_with_parent
 from worlds import server
 
 PATIENCE_S = 90.0
@@ -80,6 +81,7 @@ def _answer(process: Any, pipe: Connection, deadline: float) -> Any:
 def _rank(
     pipe: Connection, job: str, kwargs: dict[str, Any], rank: int, size: int, store: str, collective_s: float
 ) -> None:
+    die_with_parent()
     import torch
 
     os.environ.update(environment(rank, size, 0))

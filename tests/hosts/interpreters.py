@@ -17,7 +17,6 @@ import signal
 import socket
 import sys
 
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 _LENGTH_NBYTES = 8
 
 
@@ -91,19 +90,15 @@ def _accepted(door: socket.socket, waiting: object) -> dict[str, object] | None:
         for one in (client, ended):
             waiting.register(one, 1, (client, child, ended))
         return None
-    _die_with_parent()
+    from lifetimes import die_with_parent
+
+    die_with_parent()
     client.close()
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
     found: dict[str, object] = json.loads(asked)
     return found
-
-
-def _die_with_parent() -> None:
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def load() -> None:

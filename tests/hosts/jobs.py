@@ -41,11 +41,6 @@ def join(timeout_s: int) -> None:
     deepspeed.init_distributed(BACKEND, verbose=False)
 
 
-def threads() -> int:
-    """The number of threads of this process: a process group keeps its own as long as anything refers to it."""
-    return len(os.listdir("/proc/self/task"))
-
-
 def forget_accelerate() -> None:
     """Whatever accelerate has set up in this process before."""
     from accelerate.state import AcceleratorState, GradientState, PartialState

@@ -17,11 +17,13 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from devices import environment
+from lifetimes import Cost, cost, die_with_parent
 from ports import free_port
 
 START_TIMEOUT_S = 300.0
 JOB_TIMEOUT_S = 200.0
-MOST_THREADS = 64
+MOST = Cost(threads=32, files=256, memory_mib=2048)
+"""What a worker may cost when the next test begins."""
 COLLECTIVE_TIMEOUT_S = 90
 
 
@@ -45,7 +47,7 @@ class World:
 
     def __init__(self, size: int, timeout_s: int = COLLECTIVE_TIMEOUT_S) -> None:
         self.size = size
-        self.threads = 0
+        self.cost = Cost(0, 0, 0)
         port = free_port()
         context = server()
         self._pipes: list[Connection] = []
@@ -91,8 +93,8 @@ class World:
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 self.close()
                 raise TimeoutError(f"rank {rank} of {self.size} did not finish {job} in {JOB_TIMEOUT_S} s")
-            ok, value, trace, threads = pipe.recv()
-            self.threads = max(self.threads, threads)
+            ok, value, trace, told = pipe.recv()
+            self.cost = Cost(*map(max, self.cost, told))
             if ok:
                 results[rank] = value
             else:
@@ -107,11 +109,12 @@ class World:
         return all(process.is_alive() for process in self._processes)
 
     def close(self) -> None:
-        """Let the workers end by themselves, so that they clean up; what does not end is killed."""
+        """Let the workers end by themselves, so that they clean up; kill those that have not ended after 5 s."""
         for pipe in self._pipes:
             pipe.close()
+        deadline = time.monotonic() + 5
         for process in self._processes:
-            process.join(5)
+            process.join(max(0.0, deadline - time.monotonic()))
         for process in self._processes:
             if process.is_alive():
                 process.kill()
@@ -123,28 +126,39 @@ class Worlds:
 
     def __init__(self) -> None:
         self._worlds: dict[int, World] = {}
+        self.started = 0
+        self.most = Cost(0, 0, 0)
         atexit.register(self.close)
 
     def __getitem__(self, size: int) -> World:
         world = self._worlds.get(size)
         if world is None or not world.alive:
             self._worlds[size] = world = World(size)
+            self.started += 1
         return world
 
     def renew(self) -> None:
-        """End worlds with many threads of process groups: a thread of gloo wakes up every hundredth second."""
+        """End worlds that cost more than `MOST`.
+
+        A process group of gloo keeps its threads, each of which wakes up every hundredth second, while anything refers
+        to it, and an engine that is gone leaves groups behind.
+        """
         for size, world in list(self._worlds.items()):
-            if world.threads > MOST_THREADS:
-                world.close()
-                del self._worlds[size]
+            if any(spent > most for spent, most in zip(world.cost, MOST, strict=True)):
+                self._end(size)
 
     def close(self) -> None:
-        for world in self._worlds.values():
-            world.close()
-        self._worlds.clear()
+        for size in list(self._worlds):
+            self._end(size)
+
+    def _end(self, size: int) -> None:
+        world = self._worlds.pop(size)
+        world.close()
+        self.most = Cost(*map(max, self.most, world.cost))
 
 
 def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) -> None:
+    die_with_parent()
     os.environ.update(environment(rank, size, port))
     import jobs
     import torch
@@ -165,7 +179,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) ->
             answer = (True, _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, made), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
-        pipe.send((*answer, jobs.threads()))
+        pipe.send((*answer, cost()))
 
 
 def _sendable(error: Exception) -> Exception:

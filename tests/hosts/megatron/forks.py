@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib.util
@@ -28,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from devices import DEVICE, environment
+from lifetimes import die_with_parent
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 START_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 150.0
-_DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
 class Failed(Exception):
@@ -131,7 +130,7 @@ def main(release: str) -> None:
     """Import, say so, and serve one job a line until the pipe is closed."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever Megatron prints goes to the log
-    _die_with_parent()
+    die_with_parent()
     _import()
     answers.write("ready\n")
     answers.flush()
@@ -203,7 +202,7 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     import torch
     from torch.utils import _pytree
 
-    _die_with_parent()
+    die_with_parent()
     os.setpgid(0, 0)
     folder = Path(job["folder"])
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
@@ -233,10 +232,6 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
 
 def vars_of(fault: Any) -> dict[str, str]:
     return {name: getattr(fault, name) for name in ("error", "where", "what", "expected", "found", "mend")}
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 if __name__ == "__main__":
