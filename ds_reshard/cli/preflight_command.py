@@ -36,7 +36,7 @@ def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
     parser.add_argument("--world", type=count, metavar="N", required=True, help="how many ranks it will have")
     parser.add_argument("--nodes", type=count, metavar="N", default=1, help="on so many nodes (default: %(default)s)")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
+    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("sp", "sequence")):
         parser.add_argument(f"--{name}", type=count, metavar="N", default=1, help=f"{what}-parallel size (default: 1)")
     parser.add_argument(
         "--model",
@@ -82,7 +82,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
 
 def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
     given = ["--tag"] if arguments.tag is not None else []
-    given += [f"--{name}" for name in ("tp", "pp", "ep") if getattr(arguments, name) > 1]
+    given += [f"--{name}" for name in ("tp", "pp", "ep", "sp") if getattr(arguments, name) > 1]
     if given:
         mend = "say it in its own flags, after --: --ckpt-step, --tensor-model-parallel-size, ..."
         raise ConfigError(f"{', '.join(given)}: is not asked of a run of Megatron-LM; {mend}")
@@ -118,7 +118,7 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
     model = factory_of(arguments.model) if arguments.model is not None else None
     if model is not None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a script finds its neighbours; after all that is installed
-    sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep")}
+    sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep", "sp")}
     _ask(flags)
     config = by_flags(config, _values(flags))
     try:

@@ -16,7 +16,7 @@ class Grid:
     `kind` is "pipeline" (PipelineModule), "autotp" or "mpu" (tensor parallelism by DeepSpeed, or by an mpu), "llama"
     (DeepSpeed's, of a model of transformers), "moe" (deepspeed.moe) or "autoep" (DeepSpeed's own experts). `stage` is 0
     to 3 or "bf16opt" (stage 1 under BF16_Optimizer). `options` go to "zero_optimization", `config` beside it. `layers`
-    names another list of layers, or way to tie them.
+    names another list of layers, or way to tie them. All `dp` ranks share a sequence where `sp` is `dp`.
     """
 
     kind: str
@@ -29,13 +29,14 @@ class Grid:
     options: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     layers: str = "usual"
+    sp: int = 1
 
     @property
     def ranks(self) -> int:
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        sizes = "".join(f"{axis}{n}" for axis, n in (("pp", self.pp), ("tp", self.tp), ("ep", self.ep)) if n > 1)
+        sizes = "".join(f"{axis}{n}" for axis in ("pp", "tp", "ep", "sp") if (n := getattr(self, axis)) > 1)
         return f"{self.kind}-{sizes}dp{self.dp}-z{self.stage}-{self.dtype}" + (
             "" if self.layers == "usual" else f"-{self.layers}"
         )

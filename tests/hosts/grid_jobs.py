@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,9 @@ def build(grid: Grid) -> Any:
 
     _forget()
     model, mpu = BUILD[grid.kind](grid)
+    if grid.sp > 1:  # as Megatron-DeepSpeed's mpu answers; all that divide the optimizer share one sequence
+        mpu.get_sequence_parallel_world_size, mpu.get_data_parallel_world_size = lambda: grid.sp, lambda: 1
+        mpu.get_sequence_parallel_group = mpu.get_data_parallel_group
     groups = _groups(model)
     if grid.layers == "no ties, last first":
         groups = [{**group, "params": group["params"][::-1]} for group in groups]
@@ -119,6 +123,9 @@ def _forget() -> None:
     layers.set_autotp_mode(training=False)
     _STATE.clear()
     gc.collect()
+    sequences = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
+    if sequences is not None:
+        sequences._release_sequence_parallel_groups()
     for name, value in {
         "_WORLD_GROUP": None,
         "mpu": None,
@@ -195,7 +202,13 @@ def _weights(engine: Any) -> dict[str, torch.Tensor]:
 
 @alone
 def load(
-    grid: Grid, folder: str, hooks: bool = True, saved_ep: Any = 1, wiped: float = 0.0, **arguments: Any
+    grid: Grid,
+    folder: str,
+    hooks: bool = True,
+    saved_ep: Any = 1,
+    saved_sp: int = 1,
+    wiped: float = 0.0,
+    **arguments: Any,
 ) -> dict[str, Any]:
     """Build, note the truth, wipe, load; `wrong` names what is not the truth, with the number of wrong elements."""
     import ds_reshard
@@ -226,7 +239,8 @@ def load(
     for number, ((flat, state), master) in enumerate(zip(_parts(engine), truth, strict=True)):
         wrong[f"{number} fp32"] = _differing(flat.detach(), master)
         # DeepSpeed divides the gradients of experts by all data-parallel ranks, of which only some have them
-        share = _shares(master, saved_ep) if grid.kind in ("moe", "autoep") else 1
+        # and adds up those of the parts of a sequence
+        share = _shares(master, saved_ep) if grid.kind in ("moe", "autoep") else 1 / saved_sp
         expected = moments(torch.where(untied(master), 0.0, master.float()) / share)
         if grid.kind == "muon":
             expected = muon_moments(master.float(), wholes.get(number))
@@ -251,6 +265,14 @@ def load_net(**asked: Any) -> dict[str, Any]:
     import jobs
 
     return jobs.load(**asked)
+
+
+@alone
+def save_net(**asked: Any) -> dict[str, Any]:
+    """`jobs.save`, of a run for which DeepSpeed keeps groups of ranks."""
+    import jobs
+
+    return jobs.save(**asked)
 
 
 def _wholes(engine: Any) -> dict[int, torch.Tensor]:

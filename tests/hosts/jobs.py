@@ -150,11 +150,18 @@ def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, t
     mesh = config.pop("mesh", None)
     if mesh is not None:
         config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // mesh[0]
+    sp = config.pop("ulysses", 1)
+    if sp > 1:  # newer than DeepSpeed 0.14
+        from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+        config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH * sp // run.dp
+        parallel_state_sp.initialize_sequence_parallel(sp)
     engine, *_ = deepspeed.initialize(
         model=net,
         optimizer=optimizer,
         lr_scheduler=scheduler,
         config=config,
+        mpu=parallel_state_sp if sp > 1 else None,
         dist_init_required=False,
         **({"mesh_param": tuple(mesh)} if mesh else {}),  # newer than DeepSpeed 0.14
     )

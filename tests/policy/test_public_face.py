@@ -134,6 +134,7 @@ COMMANDS = {
         "--model",
         "--nodes",
         "--pp",
+        "--sp",
         "--tag",
         "--tp",
         "--trust",

@@ -358,11 +358,13 @@ def _no_model(listing: Listing) -> Fault:
 def read_grid(listing: Listing, model: ModelStates) -> Grid:
     """The sizes of the saving run, as its model files say them.
 
-    `checkpoint_parallel_dimensions` is newer than 0.18.9: before it the names of the layers' files tell tp.
+    `checkpoint_parallel_dimensions` is newer than 0.18.9: before it the names of the layers' files tell tp. One
+    model-parallel rank has tp=1 and pp=1: under sequence parallelism (Ulysses) DeepSpeed 0.19.8 writes its size as
+    `tp_degree` (`_checkpoint_parallel_metadata`, runtime/engine.py), though each rank has whole parameters.
     """
     columns = positive(model.path, "mp_world_size", model.entries.get("mp_world_size", 1))
     said = model.entries.get("checkpoint_parallel_dimensions")
-    if isinstance(said, dict):
+    if isinstance(said, dict) and columns > 1:  # else an mpu may have told the ranks that share a sequence as tp
         pp, tp = (positive(model.path, name, said.get(name)) for name in ("pp_degree", "tp_degree"))
     else:
         tp = len({rank for _, rank in listing.layers}) or columns
@@ -371,6 +373,13 @@ def read_grid(listing: Listing, model: ModelStates) -> Grid:
         sizes = f"tp={tp}, pp={pp}"
         raise fail(model.path, "names sizes that do not fit each other", f"{columns} model-parallel ranks", sizes)
     return Grid(dp=model.dp, tp=tp, pp=pp)
+
+
+def sequence_ranks(entries: Mapping[str, object]) -> int:
+    """How many ranks of the saving run shared a sequence, and with it a micro batch; 1 where no entry tells."""
+    said = entries.get("checkpoint_parallel_dimensions")
+    told = said.get("tp_degree") if isinstance(said, dict) and entries.get("mp_world_size") == 1 else None
+    return told if isinstance(told, int) and told > 1 else 1
 
 
 def _autoep_fault(listing: Listing, grid: Grid, experts: frozenset[int]) -> Fault:

@@ -147,12 +147,14 @@ class ComingEngine:
         checkpoint: ZeroCheckpoint | None,
         model: ComingModel,
         spot: Spot,
+        *,
+        sp: int = 1,
     ) -> None:
         self._config, self.coming_grid, place = ds, spot.grid, spot.data
         self.module = model.module
         self.param_names = {param: name for name, param in model.module.named_parameters()}
         self.seq_data_parallel_group = place
-        self.seq_dp_world_size = self.dp_world_size = place.size
+        self.seq_dp_world_size, self.dp_world_size = place.size, place.size // sp
         self.mp_world_size, self.mpu = spot.grid.row.size * spot.grid.pp, _Mpu(spot.grid.column)
         self.has_moe_layers = bool(spot.grid.experts)
         self.zenflow = section(config, "zero_optimization").get("zenflow") is not None

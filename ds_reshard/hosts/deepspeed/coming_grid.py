@@ -38,13 +38,16 @@ def not_foreseen(where: str) -> UnsupportedLayout:
     return UnsupportedLayout.of(where, what, mend=mend)
 
 
-def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object]) -> None:
+def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], sp: int) -> None:
     """Where a rank's part of the model follows from the script alone, raise UnsupportedLayout."""
     divides = section(config, "tensor_parallel").get("autotp_size", 0)
     asked = {
         f"--tp {sizes.tp}, with another autotp_size in the JSON": isinstance(divides, int)
         and divides not in (0, 1, sizes.tp),
-        "sequence_parallel_size of the JSON": config.get("sequence_parallel_size", 1) != 1,
+        f"--sp {sp}, with another sequence_parallel_size in the JSON": config.get("sequence_parallel_size", 1)
+        not in (1, sp),
+        "data_parallel_size of the JSON, which makes a mesh": {"sequence_parallel_size", "data_parallel_size"}
+        <= config.keys(),
         "expert_parallel of the JSON": "expert_parallel" in config,
         **(_of_files(found.checkpoint, sizes) if found.checkpoint is not None else {}),
         f"--ep {sizes.ep} of experts that are not read here": sizes.ep > 1

@@ -80,7 +80,10 @@ class Found:
         return replace(self, checkpoint=None, prints={}) if self.listing is not None else self
 
 
-_ASIDE = ("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps", "dp_world_size")
+_ASIDE = (
+    *("lr_scheduler", "ds_config", "global_steps", "global_samples", "skipped_steps"),
+    *("dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+)
 
 
 def look_aside(load_dir: str, tag: object, *, universal: bool) -> Aside:

@@ -97,7 +97,9 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
     foreseen = getattr(engine, "coming_grid", None)
     if isinstance(foreseen, LiveGrid):
         return foreseen
-    mpu = getattr(engine, "mpu", None)
+    # the mpu of sequence parallelism calls its ranks model-parallel, which divide no parameter and number no file
+    # (`_get_model_parallel_world_size`, utils/groups.py, 0.19.8)
+    mpu = engine.mpu if engine.mp_world_size > 1 else None
     size, rank = _asked(mpu, "world_size", 1), _asked(mpu, "rank", 0)
     if not _is(type(getattr(engine, "module", None)), "PipelineModule"):
         return LiveGrid(row=Row(size, rank), experts=_experts(engine))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
-from math import prod
+from math import gcd, prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
@@ -64,6 +64,7 @@ class Coming:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    sp: int = 1
     model: Callable[[], object] | None = None
 
 
@@ -147,11 +148,12 @@ class _Forecasting:
         with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
             tp = self.coming.tp
             found, *_ = [self._look(row, settings) for row in range(tp)]
-            refuse_unforeseen(found, self.sizes, self.coming.config)
+            refuse_unforeseen(found, self.sizes, self.coming.config, self.coming.sp)
             self._fill()
             by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
             try:
-                self.ds = parsed(self.config, self.coming.world if by_autotp else self.sizes.dp)  # as it counts batches
+                ranks = self.coming.world if by_autotp else self.sizes.dp
+                self.ds = parsed(self.config, ranks // self.coming.sp)  # as it counts batches
             except ConfigError:
                 missing = not found.tag and not found.faults
                 self.faults += faults_of(_nothing(self.request.load_dir)) if missing else found.faults
@@ -231,7 +233,7 @@ class _Forecasting:
         if self.checkpoint is not None or not any(self.coming.config.get(name) == "auto" for name in names):
             return False
         try:
-            parsed({**self.config, micro: 1}, self.sizes.dp)
+            parsed({**self.config, micro: 1}, self.sizes.dp // self.coming.sp)
         except ConfigError:
             return False
         return True
@@ -246,7 +248,7 @@ class _Forecasting:
         alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
         if alike not in self._models:
             self._models[alike] = self._built(checkpoint)
-        return ComingEngine(self.ds, self.config, checkpoint, self._models[alike], spot)
+        return ComingEngine(self.ds, self.config, checkpoint, self._models[alike], spot, sp=self.coming.sp)
 
     def _built(self, checkpoint: ZeroCheckpoint | None) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
@@ -307,6 +309,9 @@ def _refuse_sizes(coming: Coming) -> None:
     if coming.world % product or (coming.world // product) % coming.ep:
         what = f"{coming.world} ranks cannot be divided into tp={coming.tp}, pp={coming.pp}, ep={coming.ep}"
         raise ConfigError.of("--world", what, mend="give a multiple of tp x pp x ep")
+    if (coming.world // product) % coming.sp:
+        what = f"{coming.world // product} data-parallel ranks cannot be divided into sp={coming.sp}"
+        raise ConfigError.of("--sp", what, mend="give a divisor of the data-parallel ranks")
     if coming.nodes > coming.world:
         what = f"{coming.nodes} nodes have {coming.world} ranks"
         raise ConfigError.of("--nodes", what, mend="give at most as many as ranks")
@@ -330,7 +335,8 @@ def _batch(ds: DeepSpeedConfig, checkpoint: ZeroCheckpoint | None) -> dict[str, 
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     parts = [saved.get(name) for name in names[1:]]
     if checkpoint is not None and all(isinstance(part, int) for part in parts):
-        saved.setdefault(names[0], prod(cast(list[int], parts)) * checkpoint.dp)
+        ranks = checkpoint.dp // gcd(checkpoint.dp, sequence_ranks(checkpoint.model.entries))
+        saved.setdefault(names[0], prod(cast(list[int], parts)) * ranks)
     return {name: (saved.get(name), getattr(ds, name)) for name in names}
 
 

@@ -222,7 +222,7 @@ class Resume:
         return Saved(
             where=self.asked.load_dir,
             stage=int(engine.zero_optimization_stage()),
-            dp=int(engine.loaded_checkpoint_dp_world_size or engine.dp_world_size),
+            dp=int(engine.loaded_checkpoint_dp_world_size or engine.seq_dp_world_size),
             scheduler=state,
             iteration=engine.global_steps,
             samples=engine.global_samples,

@@ -14,9 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import TYPE_CHECKING
 
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, sequence_ranks
 from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
@@ -248,12 +249,13 @@ class Saved:
 
     `groups` maps a live param group to the saved hyper-parameters that belong to it: without groups whose members
     were saved with different ones, and empty where the optimizer files are not read. `scheduler` is the saved state
-    dict; `config` the DeepSpeed JSON of the saving run.
+    dict; `config` the DeepSpeed JSON of the saving run; `sp` the number of ranks that shared a micro batch.
     """
 
     where: str
     stage: int
     dp: int
+    sp: int = 1
     groups: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     scheduler: Mapping[str, object] | None = None
     config: Mapping[str, object] = field(default_factory=dict)
@@ -292,7 +294,7 @@ class Saved:
             return given
         micro = self.config.get("train_micro_batch_size_per_gpu")
         steps = self.config.get("gradient_accumulation_steps", 1)
-        return micro * steps * self.dp if isinstance(micro, int) and isinstance(steps, int) else None
+        return micro * steps * (self.dp // self.sp) if isinstance(micro, int) and isinstance(steps, int) else None
 
     @property
     def accumulation(self) -> int | None:
@@ -301,9 +303,10 @@ class Saved:
         steps, batch, micro = (self.config.get(name) for name in names)
         if isinstance(steps, int):
             return steps
-        if not isinstance(batch, int) or not isinstance(micro, int) or micro < 1 or batch % (micro * self.dp):
+        ranks = self.dp // self.sp
+        if not isinstance(batch, int) or not isinstance(micro, int) or micro < 1 or batch % (micro * ranks):
             return None
-        return batch // (micro * self.dp)
+        return batch // (micro * ranks)
 
 
 def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> Saved:
@@ -339,7 +342,8 @@ def saved_of(
     return Saved(
         where=where,
         stage=stage,
-        dp=_whole(entries.get("dp_world_size")) or 1,
+        dp=(dp := _whole(entries.get("dp_world_size")) or 1),
+        sp=gcd(dp, sequence_ranks(entries)),
         groups=groups or {},
         scheduler=state if isinstance(state, Mapping) else None,
         config=config if isinstance(config, Mapping) else {},
