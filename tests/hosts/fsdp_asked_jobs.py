@@ -18,12 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cases import Model
-from dcp_jobs import accelerates
+from dcp_jobs import accelerates, fsdp2
 from fsdp_jobs import build
 from fsdp_manager_jobs import OPTIONS, _cut, _file, _flat_save, _fsdp2, _schedule, _swapped, train
 from logs import heard, refusal
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import ds_reshard
 from ds_reshard.containers.dcp_directory import read_directory
@@ -120,6 +123,103 @@ def saves(folder: str) -> dict[str, Any]:
         ds_reshard.install("fsdp", verify_after_save=False)
         with _damaging(_flip):
             told["not asked"] = refusal(lambda: dcp.save(state, checkpoint_id=f"{folder}/not asked"))
+    return told
+
+
+class _Codes(torch.optim.SGD):
+    """Keeps codes of each rank's own piece as a plain tensor, as optimizers with quantised states may. Synthetic."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                local = param.grad.to_local()
+                self.state[param] = {"step": torch.tensor(1.0), "codes": (local * 100).round().to(torch.int8)}
+
+
+class _Counting(torch.nn.Module):
+    """A parameter, and a buffer and an extra state that are each rank's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 4, bias=False)
+        self.register_buffer("count", torch.tensor(float(dist.get_rank())))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(values)
+        return out
+
+    def get_extra_state(self) -> list[int]:
+        return [1, dist.get_rank()]
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+def _quantised() -> dict[str, Any]:
+    """FSDP2's state dicts of such a model and such an optimizer."""
+    torch.manual_seed(0)
+    model = _Counting()
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    optimizer = _Codes(model.parameters(), lr=0.1)
+    model(torch.arange(16.0).reshape(4, 4)).pow(2).sum().backward()
+    optimizer.step()
+    weights, states = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": states}
+
+
+class _Own(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+def _differing(rank: int, size: int) -> dict[str, Any]:
+    """What ranks may give under one name, of which one is written: the last rank's differs from the others'."""
+    last = int(rank == size - 1)
+    whole, grid = init_device_mesh("cpu", (size,)), init_device_mesh("cpu", (2, size // 2))
+    values = torch.zeros(3) + last
+    return {
+        "plain": values,
+        "sign of zero": torch.tensor([-0.0 if last else 0.0]),
+        "type": values.to(torch.int8 if last else torch.float32) * 0,
+        "shape": torch.zeros(3 + last),
+        "subclass": values.as_subclass(_Own),
+        "replicated": DTensor.from_local(values, whole, [Replicate()]),
+        "shards of groups": DTensor.from_local(values, grid, [Replicate(), Shard(0)]),
+        "number": last,
+        "bytes": bytes(1 + last),
+        "inside": {1: ("text", values)},
+    }
+
+
+def unequal(folder: str) -> dict[str, str]:
+    """What this rank is told of saves of each value that ranks do not hold alike, and of one that they do."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    with ds_reshard.install("fsdp", verify_after_save=True):
+
+        def saved(state: dict[str, Any], at: str, **options: Any) -> str:
+            return refusal(lambda: dcp.save(state, checkpoint_id=f"{folder}/{at}", **options))
+
+        differing = _differing(rank, size)
+        told = {name: saved({name: value}, name) for name, value in differing.items()}
+        told["of FSDP2"] = saved(_quantised(), "of FSDP2")
+        # In another order of its members on each rank, as hashes of texts are; pickles of equal values then differ.
+        names = sorted((f"n{number}" for number in range(50)), reverse=bool(rank % 2))
+        equal = {"dict": {1: dict.fromkeys(names, 0)}, "names": (names[0][:1],), "set": set(names)}
+        some = {"of this rank": 1} if rank == 1 else {}
+        told["equal"] = saved({**_differing(0, size), **equal, **some}, "equal")
+        group, at = dist.new_group(backend="gloo"), f"{folder}/thread"
+        state = {"plain": differing["plain"]}
+        told["thread"] = refusal(lambda: dcp.async_save(state, checkpoint_id=at, process_group=group).result())
+        for time in ("first", "again"):
+            told[f"kept plan, {time}"] = saved(state, time, planner=dcp.DefaultSavePlanner(enable_plan_caching=True))
+
+        def counted(*given: Any) -> Any:
+            net, optimizer = fsdp2(*given)
+            net.register_buffer("count", torch.tensor(rank))
+            return net, optimizer
+
+        with mock.patch("dcp_jobs.fsdp2", counted):
+            told["accelerate"] = refusal(lambda: accelerates("", Model(), out=f"{folder}/accelerate"))
     return told
 
 

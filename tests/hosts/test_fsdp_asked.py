@@ -55,6 +55,25 @@ def test_saves_of_torch_and_accelerate(tmp_path: Path) -> None:
             assert one[name] == told[0][name] != ""
 
 
+@pytest.mark.acts
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_what_ranks_hold_under_one_name_and_is_not_alike_is_refused(tmp_path: Path) -> None:
+    """torch writes one rank's, and the others' is nowhere: plain tensors, replicas, numbers and objects alike."""
+    told = fresh.run("fsdp_asked_jobs.unequal", 4, folder=str(tmp_path))
+    assert all(isinstance(one, dict) and one == told[0] for one in told), told
+    said = dict(told[0])
+    assert said.pop("equal") == ""
+    for name in ("codes", "count", "_extra_state"):
+        assert f"{name}: ranks hold different values" in said["of FSDP2"], said["of FSDP2"]
+    assert "step:" not in said["of FSDP2"] and "layer.weight:" not in said["of FSDP2"]
+    assert "model.count: ranks" in said.pop("accelerate")
+    assert "inside.1" in said["inside"] and "shards of groups at [3]" in said["shards of groups"]
+    assert "others on rank 3)" in said["plain"] or "others on rank 0, 1, 2)" in said["plain"]
+    for name, text in said.items():
+        assert text.startswith("FingerprintMismatch") and "make it equal on all ranks" in text, (name, text)
+
+
 class _Own(torch.Tensor):
     """As the states of torchao's 8-bit optimizers are: a class of its own, which torch.save writes as such."""
 

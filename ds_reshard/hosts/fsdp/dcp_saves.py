@@ -1,14 +1,24 @@
-"""The seam of `torch.distributed.checkpoint.save`: each rank reads again what it has written, and all agree."""
+"""The seam of `torch.distributed.checkpoint.save`: each rank reads again what it has written, and all agree.
+
+Of what several ranks give under one name torch writes one rank's (`dedup_save_plans`, torch/distributed/checkpoint/
+_dedup_save_plans.py, 2.13), whatever the others hold: those are compared by digests.
+"""
 
 from __future__ import annotations
 
+import io
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, read_directory
+from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
+from ds_reshard.containers.positioned import PositionedBytes
+from ds_reshard.containers.torch_zip import TorchArchive
 from ds_reshard.errors import (
     CheckpointDamaged,
     Fault,
@@ -19,47 +29,194 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.hooks import Call
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
-from ds_reshard.operations.ranks import gather
+from ds_reshard.operations.ranks import agree, attempt, gather, together
 
 if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 
 _MEMORY_NBYTES = 64 << 20
 _MEND = "save again into another folder, and do not resume from this one"
+_ONE_FOR_ALL = "make it equal on all ranks before the save, or save each rank's own under its own key, or as a DTensor"
 logger = logging.getLogger("ds_reshard")
+
+
+class _Seen(NamedTuple):
+    """What one rank tells: why it cannot verify, its faults, a digest of what it holds whole, and whether another rank
+    has written a part of a tensor that it holds.
+    """
+
+    unable: str
+    faults: list[Fault]
+    whole: bytes
+    has_parts: bool
 
 
 def save(call: Call) -> object:
     """Save as torch does, then verify: `_save_state_dict`. Collective, as it is.
 
     Every tensor that a rank has written is read again and compared with what its planner gave to be written, bit for
-    bit; the boxes of each tensor add up to its shape. A save that cannot be verified is one warning: into storage that
-    is no folder of files of torch.save, or by a planner that does not tell its plan. Raises CheckpointDamaged,
-    CheckpointNotFound, FingerprintMismatch, and what reading a damaged file raises: the same on each rank.
+    bit; the boxes of each tensor add up to its shape; what a rank holds and another has written is equal on both. A
+    save that cannot be verified is one warning: into storage that is no folder of files of torch.save, or by a planner
+    that does not tell its plan. Raises CheckpointDamaged, CheckpointNotFound, FingerprintMismatch, and what reading a
+    damaged file raises: the same on each rank.
     """
     import torch.distributed as dist
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
     planner = cast("SavePlanner", call["planner"] or DefaultSavePlanner())
-    metadata = call(planner=planner)
+    with _local_plans(planner) as plans:
+        metadata = call(planner=planner)
     group = cast("ProcessGroup | None", call["process_group"])
-    together = not call["no_dist"] and dist.is_available() and dist.is_initialized()
-    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if together else (0, 1)
+    several = not call["no_dist"] and dist.is_available() and dist.is_initialized()
+    rank, size = (dist.get_rank(group), dist.get_world_size(group)) if several else (0, 1)
     folder = _folder(call["storage_writer"])
-    plan = getattr(planner, "plan", None)
-    unable = _unable(folder, plan, call.arguments.get("use_collectives", True))
-    mine = (unable, [] if unable else _faults(folder, cast("SavePlan", plan), planner, rank, size))
-    seen = gather(mine, group) if together else [mine]
+    written = getattr(planner, "plan", None)
+    unable = _unable(folder, written, call.arguments.get("use_collectives", True))
+    held = _Held(plans[-1] if plans and not unable else None, written, planner)
+    faults = [] if unable else _faults(folder, cast("SavePlan", written), planner, rank, size)
+    whole, failed, _ = attempt(held.whole) if size > 1 and not faults else (b"", [], None)
+    seen = _Seen(unable, faults + failed, whole or b"", bool(held.parts))
+    everyone = gather(seen, group) if several else [seen]
     if rank == 0:
-        for reason in sorted({reason for reason, _ in seen if reason}):
+        for reason in sorted({one.unable for one in everyone if one.unable}):
             logger.warning("verify_after_save: what was saved in %s is not verified: %s", folder or "storage", reason)
-    raise_faults([fault for _, faults in seen for fault in faults], subject=f"verifying {folder}")
+    raise_faults([fault for one in everyone for fault in one.faults], subject=f"verifying {folder}")
+    alike = len({one.whole for one in everyone}) == 1
+    if not any(one.unable for one in everyone) and (not alike or any(one.has_parts for one in everyone)):
+        _refuse_lost(folder, held, group, parts_only=alike)
     return metadata
+
+
+def _refuse_lost(folder: str, held: _Held, group: ProcessGroup | None, *, parts_only: bool) -> None:
+    """Raise FingerprintMismatch where ranks hold other values than those that were written for them. Collective."""
+    subject = f"verifying {folder}"
+    rows = together(lambda: held.rows(parts_only=parts_only), group, subject=subject)
+    everyone = gather(rows, group)
+    agree(together(lambda: list(held.unlike(folder, everyone)), group, subject=subject), group, subject=subject)
+
+
+@contextmanager
+def _local_plans(planner: SavePlanner) -> Iterator[list[SavePlan]]:
+    """The plans that the planner makes inside, before torch removes what other ranks write.
+
+    A planner that keeps plans (`enable_plan_caching`) gives an empty one for the one that it has made before.
+    """
+    found: list[SavePlan] = []
+    create, before = planner.create_local_plan, dict(vars(planner))
+
+    def create_local_plan() -> SavePlan:
+        plan = create()
+        found.append(plan if getattr(plan, "usable", True) else getattr(planner, "plan", plan))
+        return plan
+
+    planner.create_local_plan = create_local_plan  # type: ignore[method-assign]
+    try:
+        yield found
+    finally:
+        if "create_local_plan" in before:
+            planner.create_local_plan = create  # type: ignore[method-assign]
+        else:
+            del planner.create_local_plan
+
+
+class _Held:
+    """What this rank gave to be saved: `written` by itself, or by other ranks `passed`, of which `parts` are no whole
+    tensors, as shards that several ranks hold.
+    """
+
+    def __init__(self, plan: SavePlan | None, written: SavePlan | None, planner: SavePlanner) -> None:
+        self._planner = planner
+        self._written = {item.index: item for item in written.items} if plan is not None and written is not None else {}
+        items = plan.items if plan is not None else []
+        self._whole = [item for item in items if _is_whole(item)]
+        self._passed = [item for item in items if item.index not in self._written]
+        self.parts = [item for item in self._passed if not _is_whole(item)]
+        self._objects: dict[bytes, bytes] = {}
+        self._digests: dict[object, bytes] = {}
+
+    def whole(self) -> bytes:
+        """A digest of all whole tensors and objects: alike on ranks that hold the same, as they do of most saves."""
+        return digest(sorted((name, self._digest(item)) for name, item in self._named(self._whole)))
+
+    def rows(self, *, parts_only: bool) -> NDArray[numpy.uint64]:
+        """A row of two numbers for what another rank has written: of its name, and of what this rank holds."""
+        import numpy
+
+        named = self._named(self.parts if parts_only else self._passed)
+        rows = b"".join(digest(name)[:8] + self._digest(item)[:8] for name, item in named)
+        return numpy.frombuffer(rows, numpy.uint64).reshape(-1, 2)
+
+    def unlike(self, folder: str, rows: Sequence[NDArray[numpy.uint64]]) -> Iterator[Fault]:
+        """A fault for each thing that this rank has written, and of which another rank holds another value."""
+        import numpy
+
+        mine = {
+            int.from_bytes(digest(name)[:8], sys.byteorder): (name, item)
+            for name, item in self._named(self._written.values())
+        }
+        names = numpy.array(list(mine), numpy.uint64)
+        ranks: dict[int, list[int]] = {}
+        for rank, of_rank in enumerate(rows):
+            for key, value in of_rank[numpy.isin(of_rank[:, 0], names)].tolist():
+                if value != int.from_bytes(self._digest(mine[key][1])[:8], sys.byteorder):
+                    ranks.setdefault(key, []).append(rank)
+        for key, differing in ranks.items():
+            what = f"{mine[key][0]}: ranks hold different values under this name, of which one was saved"
+            shown = ", ".join(map(str, differing[:8])) + (", ..." if len(differing) > 8 else "")
+            found = f"others on rank {shown}"
+            yield FingerprintMismatch.fault(folder, what, "one value", found, mend=_ONE_FOR_ALL)
+
+    def _named(self, items: Iterable[WriteItem]) -> list[tuple[str, WriteItem]]:
+        return [(_name(item), item) for item in items]
+
+    def _digest(self, item: WriteItem) -> bytes:
+        """16 bytes that are the same for equal values: of objects, however they were pickled."""
+        import torch
+
+        from ds_reshard.execution.fingerprint import fingerprint_of
+
+        if item.index in self._digests:
+            return self._digests[item.index]
+        value = self._planner.resolve_data(item)
+        if isinstance(value, torch.Tensor) and _is_plain(value):
+            found = digest(_type(value), fingerprint_of(value.detach().contiguous()).value)
+        else:
+            if isinstance(value, torch.Tensor):
+                torch.save(value, file := io.BytesIO())
+                value = file
+            data = value.getvalue()
+            if (key := digest(data)) not in self._objects:
+                self._objects[key] = _object_digest(data)
+            found = self._objects[key]
+        self._digests[item.index] = found
+        return found
+
+
+def _name(item: WriteItem) -> str:
+    offset = list(item.index.offset or ())
+    return f"{item.index.fqn} at {offset}" if any(offset) else item.index.fqn
+
+
+def _is_whole(item: WriteItem) -> bool:
+    return item.tensor_data is None or item.tensor_data.chunk.sizes == item.tensor_data.size
+
+
+def _object_digest(data: bytes) -> bytes:
+    """Of a file of torch.save: sets and shared parts are pickled in an order that is no part of the value."""
+    with TorchArchive(PositionedBytes("an object that is saved", data)) as archive:
+        stored = [archive.read(name) for name in sorted(archive.members) if name.startswith("data/")]
+        try:
+            return digest(canonical(archive.load(rules=ALLOW_ALL)), *stored)
+        except ReshardError:  # a pickle that nothing here reads is compared as it is
+            return digest(archive.read("data.pkl"), *stored)
 
 
 def _folder(writer: object) -> str:
