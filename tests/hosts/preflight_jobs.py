@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jobs
 import resume_jobs
@@ -25,12 +26,22 @@ def _watched(loaders: list[str], read: list[Any]) -> Iterator[None]:
 
     names = {"_load_directly": "ds_reshard", "_by_deepspeed": "DeepSpeed"}
     kept = {name: getattr(load, name) for name in names}
+    files: dict[str, int] = {}
+    torchs_load = torch.load
+
+    def opened(file: Any, *args: Any, **kwargs: Any) -> Any:
+        files[Path(file).name] = Path(file).stat().st_size
+        return torchs_load(file, *args, **kwargs)
 
     def watch(name: str) -> Any:
         def watched(*args: Any, **kwargs: Any) -> Any:
             loaders.append(names[name])
             read.extend(shown(one.plan) for one in args if hasattr(one, "plan"))
-            return kept[name](*args, **kwargs)
+            with mock.patch.object(torch, "load", opened):
+                result = kept[name](*args, **kwargs)
+            if name == "_by_deepspeed":
+                read.append((sum(files.values()), tuple(sorted(files))))
+            return result
 
         return watched
 

@@ -44,6 +44,7 @@ TENSOR = [
         (Grid(kind, tp=2, dp=1, stage=stage), Grid(kind, tp=2, dp=1, stage=stage), "DeepSpeed")
         for kind, stage in (("autotp", 1), ("mpu", 2))
     ),
+    *((Grid("autotp", tp=2, dp=2, stage=s), Grid("autotp", tp=2, dp=2, stage=s), "DeepSpeed") for s in (1, 3)),
 ]
 
 
@@ -59,8 +60,10 @@ def test_tensor_parallel_runs_of_as_many_ranks_as_saved(
         change("*pp_rank_0_mp_rank_01_optim_states.pt")(folder)
     coming = foreseen.Coming(config=grid_jobs.config_of(target), world=target.ranks, tp=2)
     said = foreseen.forecast(str(folder), coming)
-    real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))[0]
-    agree(said, real, loader, "CheckpointDamaged" if harmed else "")
+    real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))
+    agree(said, real[0], loader, "CheckpointDamaged" if harmed else "")
+    if not harmed:
+        assert [[(cost.read_nbytes, tuple(sorted(cost.files)))] for cost in said.costs] == [one["read"] for one in real]
 
 
 PIPELINE = [
@@ -123,8 +126,8 @@ def test_runs_of_another_grid(
     said = foreseen.forecast(str(folder), coming)
     real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))
     agree(said, real[0], loader, "CheckpointDamaged" if harmed else "")
-    if loader == "ds_reshard" and not harmed and target.pp in (1, source.pp):
-        assert [[(cost.read_nbytes, cost.files)] for cost in said.costs] == [one["read"] for one in real]
+    if not harmed and target.pp in (1, source.pp) and said.costs:  # of stage 0 of a pipeline none is told
+        assert [[(cost.read_nbytes, tuple(sorted(cost.files)))] for cost in said.costs] == [one["read"] for one in real]
 
 
 def test_rows_of_several_saves_and_sizes_that_are_not_foreseen(foreseen: Any, folders: Any, tmp_path: Path) -> None:

@@ -344,16 +344,20 @@ def _cost(
     rank: int, engine: ComingEngine, config: Mapping[str, object], decision: Decision, prepared: Prepared
 ) -> RankCost:
     """Bytes and files that one rank reads, and what its engine holds."""
-    live, wants, listing = prepared.live, prepared.wants, prepared.checkpoint.listing
-    masters = sum(buffer.fp32.numel() * 4 for buffer in live.buffers) if live is not None else 0
+    live, wants, grid = prepared.live, prepared.wants, engine.coming_grid
+    masters = sum(buffer.fp32.nbytes for buffer in live.buffers) if live is not None else 0
     types = {placement.buffer: placement.dtype for placement in wants.placements.values()}
     states = sum(numel * types[buffer].itemsize for buffer, numel in wants.sizes.items())
     weights = sum(
         prod(getattr(param, "ds_tensor", param).shape) * param.element_size() for param in engine.module.parameters()
     )
     if decision.loader == "DeepSpeed":  # reads its files whole
-        files = [listing.model[rank if listing.partitioned_model else 0], *_of_layers(engine.coming_grid, listing)]
-        files += [listing.optim[rank]] if rank in listing.optim and prepared.checkpoint.optim is not None else []
+        listing, data = prepared.checkpoint.listing, engine.seq_data_parallel_group.rank
+        # every column reads the first one's model file, too (`check_ckpt_list`, runtime/state_dict_factory.py, 0.19.8)
+        models, own = {0, grid.column}, listing.column(grid.column)
+        files = [listing.column(number).model[data if listing.partitioned_model else 0] for number in sorted(models)]
+        files += _of_layers(grid, listing)
+        files += [own.optim[data]] if data in own.optim and prepared.checkpoint.optim is not None else []
         nbytes = sum(listing.nbytes[name] for name in files)
     else:
         files, nbytes = list(shown_files(prepared.plan.files)), prepared.plan.nbytes
