@@ -283,7 +283,8 @@ class Layout:
             if not numel:
                 continue
             count = 1 if member.replicated else -((cut.first - self.shards[family]) // cut.step)
-            if cut.phase + numel > cut.chunk * count:
+            room = cut.chunk * count - (max(0, count - cut.wide) if cut.wide is not None else 0)
+            if cut.phase + numel > room:
                 raise ValueError(f"buffer {buffer}: {member.key} does not fit {self.shards[family]} shards")
 
 

@@ -220,6 +220,7 @@ REFUSED = {
     "phase pushes it out": ([tensor("a", 3, Cut(chunk=6, phase=10))], "a.*does not fit 2 shards"),
     "replica longer than a shard": ([tensor("a", 7, Cut(chunk=6), replicated=True)], "a.*does not fit"),
     "too long for every second shard": ([tensor("a", 5, Cut(chunk=4, step=2))], "a.*does not fit 2 shards"),
+    "too long behind the wide shards": ([tensor("a", 8, Cut(chunk=4, wide=1))], "a.*does not fit 2 shards"),
     "two rules in one buffer": ([tensor("a", 4, Cut(chunk=3, phase=1)), tensor("b", 2, Cut(chunk=2))], "overlap"),
     "origin in a flat group": (
         [tensor("a", 2, Cut(chunk=3, phase=1)), tensor("b", 1, Cut(chunk=3, origin=1))],

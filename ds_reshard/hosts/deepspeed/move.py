@@ -104,8 +104,8 @@ def _shares_bytes(prepared: Prepared) -> bool:
         for key in prepared.wants.sources.values()
         if key.name in module and layout[key].buffer == f"module/{key.name}"
     ]
-    spans = sorted((one.byte_offset, one.byte_offset + one.nbytes) for one in found if one.numel)
-    return any(one[1] > other[0] for one, other in pairwise(spans))
+    spans = sorted((one.storage.path, one.byte_offset, one.byte_offset + one.nbytes) for one in found if one.numel)
+    return any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans))
 
 
 def unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
