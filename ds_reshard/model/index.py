@@ -77,6 +77,17 @@ class Index:
         self._tiles: dict[TensorKey, Tiles] = {}
         self._opening = threading.Lock()
 
+    def of(self, layout: Layout) -> Index:
+        """An index of other tensors in the same shards: each shard is opened once for both, and faults are shared."""
+        other = Index(layout, self._source)
+        other.faults, other._opened, other._failed, other._opening = (
+            self.faults,
+            self._opened,
+            self._failed,
+            self._opening,
+        )
+        return other
+
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The buffers of a shard, opened on first use; empty when the shard is faulty."""
         at = (family, shard)

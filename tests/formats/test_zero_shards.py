@@ -10,6 +10,10 @@ import pytest
 import torch
 from zero_builder import TAG, Built, write
 
+from ds_reshard.formats.zero.checkpoint import open_checkpoint
+from ds_reshard.formats.zero.door import list_folder
+from ds_reshard.formats.zero.shards import ZeroShards, compare_prints
+from ds_reshard.model.index import Index
 from ds_reshard.operations import verify
 
 FIRST, SECOND = (f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))
@@ -36,6 +40,17 @@ def _later(saved: dict[str, Any]) -> None:
 
 def _again(place: Path) -> None:
     torch.save(torch.load(place / FIRST, weights_only=False), place / SECOND)
+
+
+def test_a_copied_shard_is_told_however_often_one_is_opened(tmp_path: Path) -> None:
+    """One of the two is opened by a second index, too, as that of copies, or a rank that opens all."""
+    folder = write(Built(groups=((("first", (5, 3)), ("second", (5,))),)), tmp_path / "saved")
+    _again(folder / TAG)
+    checkpoint = open_checkpoint(list_folder(str(folder / TAG)), optimizer=True)
+    shards = ZeroShards(checkpoint=checkpoint)
+    for shard in (0, 1, 1):
+        Index(checkpoint.layout, shards).open("optim", shard)
+    assert [SECOND in fault.line() for fault in compare_prints(shards.prints, "folder")] == [True]
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES
 from grid_truth import tensors
 from harms import Damage, changed
 
 from ds_reshard.cli.main import main
+from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.tensor_parallel import Rule, given, rules_in
@@ -110,6 +112,27 @@ def test_a_grid_that_is_whole_passes(folders: Folders, grid: Grid) -> None:
     assert not verify(str(folders(grid)), deep=True).faults
 
 
+@pytest.mark.parametrize("grid", [*(grid for grid in READ if grid is not UNSAID), Grid("muon", dp=2)], ids=str)
+def test_torch_reads_a_grid(folders: Folders, grid: Grid) -> None:
+    """`ds_reshard.dcp.Reader` proves a folder before it serves it, copies on other ranks included."""
+    with given(rules_of(grid)):
+        reader = Reader(str(folders(grid)))
+        held = fingerprint(str(folders(grid)))
+    read = {(one.name, one.kind): one.fingerprint for one in held.tensors if one.kind != "weight"}
+    shapes = {key.name: at.shape for key, at in reader._source.layout.placements.items() if key.kind == "fp32"}
+    model = {name: torch.full(shape, -7.0) for name, shape in shapes.items()}
+    kinds = {kind for _, kind in read} - {"fp32"}
+    moments = {
+        name: {kind: torch.full(shape, -7.0) for kind in kinds if (name, kind) in read}
+        for name, shape in shapes.items()
+    }
+    if model:  # ZeRO stage 0 names none
+        dcp.load({"model": model, "optimizer": {"state": moments}}, storage_reader=reader, planner=LoadPlanner())
+    found = {(name, "fp32"): str(fingerprint_of(value)) for name, value in model.items()}
+    found |= {(name, kind): str(fingerprint_of(v)) for name, own in moments.items() for kind, v in own.items()}
+    assert found == read
+
+
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
 LAYER = "layer_02-model_00-model_states.pt"
@@ -140,8 +163,34 @@ def swapped(one: str, other: str) -> Damage:
     return run
 
 
+TIED = "layer_{:02d}-model_{:02d}-model_states.pt"
+
+
+def tied_again(name: str, key: str) -> Damage:
+    """A stage with three files of its tied module, as of so many TiedLayerSpecs (synthetic), one of other values."""
+
+    def run(folder: Path) -> None:
+        for layer, row in ((layer, row) for layer in (7, 8) for row in (0, 1)):
+            torch.save(torch.load(folder / TIED.format(0, row)), folder / TIED.format(layer, row))
+        weight(name, key)(folder)
+
+    return run
+
+
 EXPERT = "layer_{}_expert_{}_mp_rank_00_model_states.pt"
+ONE_STAGE = pipe(1, tp=2, layers="divided one position")
 WRONG = {
+    "a third copy in one stage": (ONE_STAGE, tied_again(TIED.format(8, 0), "position"), "tied_modules.embed.position"),
+    "a third copy in one stage, of the second row": (
+        ONE_STAGE,
+        tied_again(TIED.format(8, 1), "position"),
+        "tied_modules.embed.position[weight]: is not the same in each file",
+    ),
+    "a third part in one stage, of the second row": (
+        ONE_STAGE,
+        tied_again(TIED.format(8, 1), "weight"),
+        "tied_modules.embed.weight[weight]: is not the same in each file",
+    ),
     "a layer's file of another step": (pipe(2), weight(LAYER, "w"), "2.w[weight]: 1 of 35 elements are not the cast"),
     "a tied moment": (pipe(2), state(OPTIM, 0, "exp_avg", 20), "tied_modules.embed.weight[exp_avg]: copy 2"),
     "a tied master": (

@@ -131,6 +131,7 @@ class ZeroCheckpoint:
     at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
     the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
     says that it was made of a checkpoint of another format. `uncut` are states of stage 0 that follow no parameter.
+    Copies of the next tensor-parallel rank are numbered from `copy_stride` on.
     """
 
     listing: Listing
@@ -151,6 +152,7 @@ class ZeroCheckpoint:
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
     uncut: tuple[Fault, ...] = ()
+    copy_stride: int = 1
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
@@ -179,7 +181,7 @@ class ZeroCheckpoint:
 
     def copy_of(self, key: TensorKey) -> tuple[int, int]:
         """The tensor-parallel rank, and of that the copy, counted through the stages, that a key of a copy means."""
-        return divmod(key.copy, len(self.stages) + 1)
+        return divmod(key.copy, self.copy_stride)
 
     @property
     def of_grid(self) -> bool:

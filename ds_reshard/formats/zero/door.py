@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
@@ -69,6 +70,15 @@ class OpenedZero(Checkpoint):
         else:
             self.optimizer = "names its parameters"
 
+    @cached_property
+    def opened(self) -> Shards:
+        return self._first[1]
+
+    @cached_property
+    def _first(self) -> tuple[ZeroShards, Shards]:
+        """The shards that one tool works with, and the reader of their files."""
+        return self.pieces()
+
     def shards(self) -> Shards:
         return self.pieces()[1]
 
@@ -83,18 +93,21 @@ class OpenedZero(Checkpoint):
             mixed = compare_signatures(pieces.signatures, self.folder, states=self.states_alike)
             return [*mixed, *compare_prints(pieces.prints, self.folder)]
 
-        self._pieces = pieces
         return pieces, Shards(index=index, compare=compare)
 
     def replicas(self) -> Index | None:
         copies = {key: at for key, at in self.zero.layout.placements.items() if key.copy}
-        return Index(Layout(copies, self.zero.layout.shards), self._pieces) if copies else None
+        return self.index.of(Layout(copies, self.zero.layout.shards)) if copies else None
 
     def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
         row, copy = self.zero.copy_of(key)
         if not copy:
             return replica_fault(key._replace(copy=row), found) if self.zero.rows else whole_fault(key, found)
+        first = TensorKey(key.name, MASTER)
+        if first in self.zero.layout and first._replace(copy=1) not in self.zero.layout:  # one stage has it
+            what, mend = "is not the same in each file of its tied module", "restore all files of one save"
+            return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
         own = [key._replace(kind=kind) for kind in self.zero.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
         if key._replace(kind=MASTER) not in self.zero.layout or (own and all(map(untrained, own))):
             return None
@@ -129,8 +142,7 @@ class OpenedZero(Checkpoint):
         experts = any(expert_of(name) is not None for name in self.zero.model.trainable)
         if self.zero.of_grid or experts or asked.names is not None:
             return None  # a plain module's files are another format to a grid's, and to those of one of other names
-        self.opened  # noqa: B018  (its shards are read for model files, too)
-        return _target(self.zero, asked, like, self._pieces) if asked.to in WRITES else None
+        return _target(self.zero, asked, like, self._first[0]) if asked.to in WRITES else None
 
     def open_all(self) -> None:
         for rank in self.zero.listing.model:

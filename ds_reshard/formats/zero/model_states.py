@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Generic, TypeVar
 
 from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
@@ -18,7 +19,7 @@ from ds_reshard.model.records import ElementType, TensorRecord
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # not slotted: what is made of all names is asked for by tensor, and kept
 class ModelStates:
     """What a model file says; `entries` is the whole top level, as records.
 
@@ -38,8 +39,8 @@ class ModelStates:
     dp: int
     version: str
 
-    @property
-    def trainable(self) -> dict[str, Shape]:
+    @cached_property
+    def trainable(self) -> Mapping[str, Shape]:
         """Every trainable parameter's shape; empty at stage 0."""
         return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
 
@@ -59,12 +60,12 @@ class ModelStates:
         """Whether the saved run trained in bf16, and so did not."""
         return self._types == {ElementType.BFLOAT16}
 
-    @property
+    @cached_property
     def _types(self) -> set[ElementType]:
         names = self.trainable or self.module.keys() - self.buffer_names
         return {self.module[name].dtype for name in names if name in self.module}
 
-    @property
+    @cached_property
     def quantized(self) -> frozenset[str]:
         """Frozen parameters of which stage 3 saved what it holds, quantized, and not the scales that belong to it.
 

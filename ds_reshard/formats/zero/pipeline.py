@@ -109,6 +109,8 @@ def open_pipeline(listing: Listing, grid: Grid, row: Row, first: ModelStates, *,
         stages=tuple(stages),
         copies=({_buffer(key): tensor for key, tensor in beside.items()},),
         late=late,
+        # a stage that has several files of a tied module has more copies of it than there are stages
+        copy_stride=2 + max([len(stages) - 1, *(placement.key.copy for placement in placements)]),
     )
 
 

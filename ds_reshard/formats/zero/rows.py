@@ -84,11 +84,12 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
     ]
     facts = facts_of(model.param_shapes or (), optims[0]) if optims else None
     parameters = parameters_of(models[0], shapes)
+    stride = max(part.copy_stride for part in parts)
     return ZeroCheckpoint(
         listing=listing,
         model=model,
         optim=optims[0] if optims else None,
-        layout=layout_of(listing, _joined(parts, found), shards),
+        layout=layout_of(listing, _joined(parts, found, stride), shards),
         facts=owned(facts, parts[0].columns) if facts is not None else None,
         grid=grid,
         columns=tuple(columns),
@@ -98,6 +99,7 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         rows=tuple(models),
         stages_of_rows=tuple(part.stages for part in parts) if listing.layers and model.param_shapes is None else (),
         divided={name: division for name, division in found.items() if name in parameters},
+        copy_stride=stride,
     )
 
 
@@ -118,7 +120,7 @@ def rows_with_order(checkpoint: ZeroCheckpoint, name: Callable[[ZeroCheckpoint],
         folder=checkpoint.listing.folder,
     )
     first = named[0][0]
-    joined = by_key(_joined([part for part, _ in named], checkpoint.divided))
+    joined = by_key(_joined([part for part, _ in named], checkpoint.divided, checkpoint.copy_stride))
     layout = Layout({**checkpoint.layout.placements, **joined}, checkpoint.layout.shards)
     extents = {rank: of_one for rank, (_, of_one) in enumerate(named)}
     return replace(checkpoint, layout=layout, facts=first.facts, masters_in_module=first.masters_in_module), extents
@@ -354,7 +356,7 @@ def _kept(optim: OptimStates) -> str:
     return repr((optim.kind, optim.stage, optim.members, partitions, values, groups))
 
 
-def _joined(parts: Sequence[ZeroCheckpoint], found: Mapping[str, Division]) -> Iterator[Placement]:
+def _joined(parts: Sequence[ZeroCheckpoint], found: Mapping[str, Division], stride: int) -> Iterator[Placement]:
     """Where whole tensors lie: a tile for each part of a shard; of what is not divided a placement for each copy.
 
     A shard without elements may be in no file; where one with elements is in none, as weights of ZeRO stage 3, neither
@@ -375,7 +377,6 @@ def _joined(parts: Sequence[ZeroCheckpoint], found: Mapping[str, Division]) -> I
             for number, own in enumerate(shards)
         ]
         if division.replicated:
-            stride = len(parts[0].stages) + 1
             for rank, cut in enumerate(moved):
                 if cut is not None and division.owner in (None, rank):
                     copy = key.copy + (rank * stride if division.owner is None else 0)
@@ -389,11 +390,13 @@ def in_order(held: Sequence[Collection[str]]) -> list[str]:
     """The parameters of a flat buffer in the order of all ranks; some lack those of which they have no element."""
     order = list(held[0])
     for own in held[1:]:
-        at, known = 0, set(order)
+        known, before, behind = set(order), "", dict[str, list[str]]()
         for name in own if known != set(own) else ():
-            if name not in known:
-                order.insert(at, name)
-            at = order.index(name) + 1
+            if name in known:
+                before = name
+            else:
+                behind.setdefault(before, []).append(name)
+        order = [*behind.get("", ()), *(name for one in order for name in (one, *behind.get(one, ())))]
     return order
 
 

@@ -123,7 +123,8 @@ class ZeroShards:
 
     `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
     model file that was read last, `places` has where tensors lie that model files say alike, `stage0` where those of an
-    optimizer do that names no parameter, by the model file's shard.
+    optimizer do that names no parameter, by the model file's shard. `marks` has what `prints` is made of, by file and
+    family.
     """
 
     checkpoint: ZeroCheckpoint
@@ -132,7 +133,15 @@ class ZeroShards:
     places: Kept[Mapping[str, Extent]] = field(default_factory=lambda: Kept())
     stage0: Mapping[int, Mapping[str, Extent]] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
-    prints: dict[str, tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+    marks: dict[tuple[str, str], tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+
+    @property
+    def prints(self) -> dict[str, tuple[tuple[int, int | None], ...]]:
+        """The sizes and checksums of the buffers of each optimizer file, of all the columns that read it."""
+        found: dict[str, tuple[tuple[int, int | None], ...]] = {}
+        for (name, _), marks in sorted(self.marks.items()):
+            found[name] = (*found.get(name, ()), *marks)
+        return found
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`.
@@ -224,8 +233,7 @@ class ZeroShards:
         for one, other in extents_overlap(extents):
             faults.append(wrong(f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
-        marks = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
-        self.prints[name] = (*self.prints.get(name, ()), *marks)
+        self.marks[name, column.family] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
         return extents
 
 

@@ -288,7 +288,7 @@ def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
     return checkpoint.facts.scalars.get(name, {}) if checkpoint.facts is not None else {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # not slotted: each file of an expert asks for the whole tensors
 class ModelTarget:
     """The model's files at a stage and data-parallel size; `order` lists each flat buffer's parameters."""
 
@@ -301,13 +301,17 @@ class ModelTarget:
     def files(self) -> int:
         return self.dp if self.stage == 3 else 1
 
+    @cached_property
+    def _made(self) -> Mapping[str, TensorRecord]:
+        return whole_tensors(self.checkpoint.model)
+
     def placements(self) -> Iterator[Placement]:
         if self.stage == 3:
             for name, (shape, dtype) in self._frozen().items():
                 if prod(shape):
                     yield sliced(name, shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
-        made = whole_tensors(self.checkpoint.model)
+        made = self._made
         held = [TensorKey(name, "weight") for name in made]
         if self.layers is not None:
             held = list(dict.fromkeys(key for entries in self.layers.values() for key in entries.values()))
@@ -367,7 +371,7 @@ class ModelTarget:
 
     def part(self, entries: Mapping[str, TensorKey]) -> dict[str, object]:
         """What torch.save is given for the file of a layer or an expert."""
-        made = whole_tensors(self.checkpoint.model)
+        made = self._made
         return {
             entry: new_tensor(_weight(key), made[key.name].shape, made[key.name].dtype)
             for entry, key in entries.items()
@@ -390,7 +394,7 @@ class ModelTarget:
         return found
 
     def _whole(self, saved: ModelStates) -> OrderedDict[str, object]:
-        made, names = whole_tensors(self.checkpoint.model), first_names(self.checkpoint.model)
+        made, names = self._made, first_names(self.checkpoint.model)
         module = _module(saved)
         for name in module:
             if names.get(name) in made:

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
+_NO_STATES = ("fp32", "weight", "module", "frozen")
+
+
 def adopt(
     engine: DeepSpeedEngine, live: LiveOptimizer, values: OptimizerValues, tensors: Mapping[str, torch.Tensor]
 ) -> None:
@@ -26,12 +29,13 @@ def adopt(
     source and destination are one tensor and copies nothing.
     """
     state: dict[int, dict[str, object]] = {}
+    states: dict[int, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        kind, _, of = name.partition("/")
+        if kind not in _NO_STATES:
+            states.setdefault(int(of), {})[kind] = tensor
     for number, buffer in enumerate(live.buffers):
-        found = {
-            name.split("/")[0]: tensor
-            for name, tensor in tensors.items()
-            if name.endswith(f"/{number}") and not name.startswith(("fp32/", "weight/", "module/", "frozen/"))
-        }
+        found = states.get(number, {})
         if live.replicated and live.kind != "fused":
             found = {kind: tensor.view(buffer.fp32.shape) for kind, tensor in found.items()}
         state[number] = {**values.scalars.get(number, {}), **found}

@@ -219,7 +219,6 @@ def _open_all(checkpoint: ZeroCheckpoint, decision: Decision) -> list[Fault]:
     prepared, shards = decision.prepared, decision.shards
     if prepared is None:
         assert shards is not None
-        shards.prints.clear()  # of this rank's shard, which is opened again
         index, families = Index(checkpoint.layout, shards), set(checkpoint.layout.shards)
     else:
         index, layout = prepared.index, prepared.index.layout

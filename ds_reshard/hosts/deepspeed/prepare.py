@@ -55,7 +55,7 @@ from ds_reshard.hosts.deepspeed.load_targets import (
 )
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical, describe
+from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
@@ -513,12 +513,16 @@ class SavedGroups:
         home = {name: group for group in facts.groups for name in group.members}
         inherited = {}
         for number in range(len(self._live.groups)):
-            members = self._live.members(number)
-            groups = list({id(home[name]): home[name] for name in members if name in home}.values())
-            if not groups or groups[0].hyperparameters is None:
+            firsts: dict[int, _Named] = {}
+            for name in self._live.members(number):
+                if name in home:
+                    firsts.setdefault(id(home[name]), (name, home[name].hyperparameters or {}))
+            if not firsts or home[next(iter(firsts.values()))[0]].hyperparameters is None:
                 continue
-            differing = [one for other in groups[1:] for one in _disagreements(number, members, groups[0], other)]
-            inherited[number] = (groups[0].hyperparameters, differing)
+            first, *others = firsts.values()
+            where = f"param group {number}"
+            differing = [fault for other in others for fault in _differing(where, "", first, other, _GROUPS_MEND)]
+            inherited[number] = (first[1], differing)
         return inherited
 
     def scheduler(self, state: object, replaced: Container[str]) -> tuple[object, list[Fault]]:
@@ -560,12 +564,7 @@ class SavedGroups:
         return made, faults
 
 
-def _disagreements(number: int, members: list[str], one: GroupFacts, other: GroupFacts) -> Iterator[tuple[str, Fault]]:
-    first, second = (
-        (next(n for n in members if n in set(group.members)), group.hyperparameters or {}) for group in (one, other)
-    )
-    mend = "build the param groups that were saved, or pass --no-load-optim, or load_optimizer_states=False"
-    return _differing(f"param group {number}", "", first, second, mend)
+_GROUPS_MEND = "build the param groups that were saved, or pass --no-load-optim, or load_optimizer_states=False"
 
 
 def match_scalars(where: str, members: list[str], facts: OptimizerFacts) -> tuple[Mapping[str, Scalar], list[Fault]]:
