@@ -79,7 +79,7 @@ HOOKS = HostHooks(
         ),
         _patch(
             f"{_CORE}.distrib_optimizer:DistributedOptimizer.load_parameter_state_from_dp_zero",
-            "parts:load_parameter_state",
+            "report:load_parameter_state",
             ("state_dict",),
             "moments stay fresh where only masters were asked for",
         ),

@@ -27,6 +27,7 @@ from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of, read_object
 from ds_reshard.formats.megatron.door import OpenedMegatron
 from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.hosts.megatron.group_values import note_loaded
 from ds_reshard.hosts.megatron.groups import dealt, experts_differ, is_plain
 from ds_reshard.hosts.megatron.live import Group, Load, leaves, live_groups
 from ds_reshard.hosts.megatron.pieces import (
@@ -185,6 +186,7 @@ class Taken:
         for part in parts:
             part.load_state_dict(self._state(part))
             allocate(part)
+            note_loaded(part, True)
         states = {
             f"{number} {kind}": held.detach()
             for number, share in enumerate(self.shares)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -13,6 +13,7 @@ from ds_reshard.resume.megatron import OVERRIDE, mismatch
 from ds_reshard.resume.policy import ResumePolicy
 
 _REMEMBERED = "_ds_reshard_groups"
+_LOADED = "_ds_reshard_loaded"
 _CHANGING = ("params", "lr", "weight_decay", "step")
 _OF_WEIGHT_DECAY = ("start_wd", "end_wd", "weight_decay")
 ENGINE_WIDE = ("clip_grad", "loss_scale", "weight_decay")
@@ -53,6 +54,31 @@ def remember(optimizer: Optimizer, run: Sequence[Group], saved: Sequence[Group] 
     used = tuple(_values(group) for group in live_groups(optimizer))
     kept = None if saved is None else tuple(_values(group) for group in saved)
     setattr(optimizer, _REMEMBERED, Remembered(run=tuple(run), saved=kept, used=used))
+
+
+def restore_groups(optimizer: Optimizer, saved: Sequence[Group] | None) -> None:
+    """Give each group this run's values again, as an earlier load may have replaced them; notes `saved` beside them."""
+    run = run_groups(optimizer)
+    for group, mine in zip(live_groups(optimizer), run, strict=True):
+        _copy(mine, group, [name for name in mine if name not in _CHANGING])
+    remember(optimizer, run, saved)
+
+
+def note_loaded(optimizer: Optimizer, loaded: bool) -> None:
+    """Note on an optimizer whether its state is a checkpoint's, until its next step."""
+    setattr(optimizer, _LOADED, _steps(optimizer) if loaded else None)
+
+
+def is_loaded(optimizer: Optimizer) -> bool:
+    """Whether a checkpoint's state was put into an optimizer, and it has not stepped since."""
+    steps = getattr(optimizer, _LOADED, None)
+    return steps is not None and steps == _steps(optimizer)
+
+
+def _steps(optimizer: Optimizer) -> list[object]:
+    assert optimizer.optimizer is not None
+    first = next(iter(optimizer.optimizer.state.values()), {})
+    return [as_number(held.get("step")) for held in (*live_groups(optimizer), first)]
 
 
 def settle(group: Group, run: Group, saved: Group | None, policy: ResumePolicy) -> None:
@@ -151,21 +177,33 @@ def fresh_moments(optimizer: Optimizer) -> None:
     That is what an optimizer has before its first step: of Adam's moments and step, and of momentum without
     dampening, which is the only kind that Megatron builds, a zero and nothing are the same.
     """
-    assert optimizer.optimizer is not None
-    for entry in optimizer.optimizer.state.values():
-        for name, value in list(entry.items()):
-            if name in _MASTERS:
-                continue
-            if hasattr(value, "zero_"):
-                value.zero_()
-            elif isinstance(value, (int, float)) and not isinstance(value, bool):
-                entry[name] = 0
-    for group in live_groups(optimizer):
-        step = group.get("step")
-        if hasattr(step, "zero_"):
-            step.zero_()
-        elif step is not None:
-            group["step"] = 0
+    loaded = is_loaded(optimizer)
+    for holder, name, value in _counted(optimizer):
+        if hasattr(value, "zero_"):
+            value.zero_()
+        else:
+            holder[name] = 0
+    note_loaded(optimizer, loaded)
+
+
+def is_fresh(optimizer: Optimizer) -> bool:
+    """Whether no moment and no step count of an optimizer on this rank is other than zero."""
+    held = (value for _, _, value in _counted(optimizer))
+    return not any(
+        bool(getattr(value, "to_local", lambda one=value: one)().any()) if hasattr(value, "any") else value
+        for value in held
+    )
+
+
+def _counted(optimizer: Optimizer) -> Iterator[tuple[dict[str, object], str, object]]:
+    """Every moment and step count, with where it lies; an optimizer with others inside keeps copies there."""
+    inner = optimizer.optimizer
+    for one in (inner, *getattr(inner, "sub_optimizers", ())):
+        entries = [(entry, name) for entry in one.state.values() for name in entry if name not in _MASTERS]
+        for holder, name in (*entries, *((group, "step") for group in one.param_groups if "step" in group)):
+            value = holder[name]
+            if hasattr(value, "zero_") or (isinstance(value, int | float) and not isinstance(value, bool)):
+                yield holder, name, value
 
 
 def place_steps(optimizer: Optimizer, states: Mapping[object, object], groups: Sequence[Group]) -> dict[object, object]:

@@ -120,7 +120,9 @@ class Load:
     what the load goes into, `where` how messages name the checkpoint. `read_in_place` says that states go by the
     name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
     that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
-    `finetune` alone. `matched` are the optimizers whose saved groups have been looked at, with these in live order.
+    `finetune` alone. `matched` are the optimizers whose saved groups have been
+    looked at, with these in live order. `before` has the counters from before the load, by the names of their rows,
+    `random` the random states that Megatron has read.
     `models` are the chunks of the model.
     `scanned` is the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors.
     """
@@ -133,6 +135,8 @@ class Load:
     read_in_place: bool = False
     found: Found | None = None
     another_model: bool = False
+    before: Mapping[str, int] = field(default_factory=dict)
+    random: object = None
     matched: list[tuple[Optimizer, list[Group]]] = field(default_factory=list)
     scanned: str = ""
     taken: Taken | None = None

@@ -27,8 +27,11 @@ from ds_reshard.hosts.megatron.group_values import (
     group_differences,
     hyperparameter_faults,
     masters_faults,
+    note_loaded,
     place_steps,
     remember,
+    remembered,
+    restore_groups,
     run_groups,
     settle,
     settle_remembered,
@@ -46,6 +49,7 @@ from ds_reshard.hosts.megatron.live import (
     leaves,
     live_groups,
 )
+from ds_reshard.hosts.megatron.pieces import is_mixed
 from ds_reshard.resume.megatron import EXTRA, FIELDS, WEIGHT_DECAY, Schedule, differences, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import asked_policy
@@ -66,6 +70,7 @@ def put_schedule(scheduler: Scheduler, schedule: Schedule, names: Iterable[str] 
             setattr(scheduler, name, schedule.values[name])
 
 
+POSITION = "position (samples)"
 _REMEMBERED = "_ds_reshard_schedule"
 _OF_OPTIMIZER = "_ds_reshard_scheduler"
 _ASKED_CHECKPOINT = "_ds_reshard_asked_checkpoint"
@@ -110,34 +115,48 @@ def load_scheduler(scheduler: Scheduler, original: Callable[[State], object], st
     """
     load = current() or _own_load(scheduler.optimizer, scheduler, scheduler)
     policy, run, before = load.policy, run_schedule(scheduler), live_schedule(scheduler)
+    if load.own_loop:
+        load.before = {POSITION: before.position}
     if policy.schedule_is_this_runs and not policy.keeps_position:
+        restart_schedule(scheduler, policy)
+        return load
+    saved = load.found.schedule if load.found is not None else None
+    if saved is None:  # not looked at before: a loop of one's own, or nothing but the position is taken
+        saved = read_schedule(state_dict, where=load.where)
+        raise_faults(schedule_faults(scheduler, saved, policy), subject="resuming the schedule")
+    try:
         put_schedule(scheduler, run)
-        scheduler.num_steps = 0
-    else:
-        saved = load.found.schedule if load.found is not None else None
-        if saved is None:  # not looked at before: a loop of one's own, or nothing but the position is taken
-            saved = read_schedule(state_dict, where=load.where)
-            raise_faults(schedule_faults(scheduler, saved, policy), subject="resuming the schedule")
-        try:
+        _by_megatron(scheduler, original, state_dict, policy)
+        if policy.scheduler == "checkpoint":
+            put_schedule(scheduler, saved)
+        elif policy.schedule_is_this_runs:
             put_schedule(scheduler, run)
-            _by_megatron(scheduler, original, state_dict, policy)
-            if policy.scheduler == "checkpoint":
-                put_schedule(scheduler, saved)
-            elif policy.schedule_is_this_runs:
-                put_schedule(scheduler, run)
-            if policy.takes("weight_decay"):
-                put_schedule(scheduler, run, WEIGHT_DECAY)
-            scheduler.num_steps = saved.position if policy.keeps_position else 0
-        except BaseException:
-            put_schedule(scheduler, before)
-            scheduler.num_steps = before.position
-            raise
+        if policy.takes("weight_decay"):
+            put_schedule(scheduler, run, WEIGHT_DECAY)
+        scheduler.num_steps = saved.position if policy.keeps_position else 0
+    except BaseException:
+        put_schedule(scheduler, before)
+        scheduler.num_steps = before.position
+        raise
+    _take_effect(scheduler, run, policy)
+    return load
+
+
+def restart_schedule(scheduler: Scheduler, policy: ResumePolicy) -> None:
+    """Put this run's schedule at its beginning."""
+    run = run_schedule(scheduler)
+    put_schedule(scheduler, run)
+    scheduler.num_steps = 0
+    _take_effect(scheduler, run, policy)
+
+
+def _take_effect(scheduler: Scheduler, run: Schedule, policy: ResumePolicy) -> None:
+    """Bring the rates of the scheduler's param groups up to date, and remember what this run built."""
     for part in leaves(scheduler.optimizer):
         settle_remembered(part, policy)
     _note_scheduler(scheduler)
     scheduler.step(0)
     setattr(scheduler, _REMEMBERED, Remembered(run=run, used=live_schedule(scheduler)))
-    return load
 
 
 def run_schedule(scheduler: Scheduler) -> Schedule:
@@ -214,6 +233,8 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     sharded_by_fsdp = getattr(getattr(optimizer, "ddp_config", None), "use_megatron_fsdp", False)
     if getattr(optimizer, "optimizer", None) is None or saved is None or sharded_by_fsdp:
         original(state_dict)
+        if getattr(optimizer, "optimizer", None) is not None and not is_building():
+            note_loaded(optimizer, True)
         return None
     if is_building():
         _put(optimizer, original, state_dict, saved, None)
@@ -231,9 +252,8 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
         differ = group_differences(run, saved, policy=policy)
         faults = [] if policy.schedule_is_this_runs else differ
     raise_faults(faults, subject="resuming the optimizer" if load.own_loop else LATE)
-    if load.own_loop and (policy.optimizer == "skip" or policy.finetune):
-        optimizer.reload_model_params()
-        remember(optimizer, run, saved)
+    if load.own_loop and not policy.loads_masters:
+        _leave_out(optimizer, saved)
         return load
     resolved = [dict(group) for group in saved]
     for group, mine, kept in zip(resolved, run, saved, strict=True):
@@ -243,6 +263,7 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     _put(optimizer, original, state_dict, resolved, order)
     if scaler is not None and scale is not None:
         scaler.load_state_dict(scale)
+    note_loaded(optimizer, True)
     remember(optimizer, run, saved)
     if scheduler is not None and hasattr(scheduler, _REMEMBERED):  # it was loaded, so it knows the position
         scheduler.step(0)
@@ -251,12 +272,43 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     return load
 
 
-def load_parameter_state(call: Call) -> object:
+def _leave_out(optimizer: Optimizer, saved: Sequence[Group] | None) -> None:
+    """Masters of the weights, moments of zeros and this run's groups, whatever was in place or has been read there."""
+    if is_mixed(optimizer):
+        optimizer.reload_model_params()
+    restore_groups(optimizer, saved)
+    note_loaded(optimizer, False)
+    fresh_moments(optimizer)
+
+
+def without_optimizer(load: Load) -> None:
+    """Make the optimizer and the schedule those of a new run, which Megatron leaves as they are but for the masters."""
+    matched = {id(part): saved for part, saved in load.matched}
+    for part in leaves(load.optimizer):
+        restore_groups(part, matched.get(id(part)))
+        fresh_moments(part)
+    if load.scheduler is None:
+        return
+    scheduler = cast(Scheduler, load.scheduler)
+    if not load.policy.keeps_position:
+        restart_schedule(scheduler, load.policy)
+        return
+    assert load.found is not None and isinstance(load.found.scheduler_state, dict), "refused when it was looked at"
+    scheduler.load_state_dict(load.found.scheduler_state)
+
+
+def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> tuple[object, Load | None]:
     """The rest of a distributed optimizer's state, which comes after `load_state_dict` and overwrites fresh moments."""
-    answer, optimizer = call(), call["self"]
-    if current() is None and asked_policy().optimizer == "masters" and optimizer.optimizer is not None:
+    answer = original()
+    if current() is not None or optimizer.optimizer is None:
+        return answer, None
+    load = _own_load(optimizer, None, scheduler_of(optimizer))
+    if not load.policy.loads_masters:
+        found = remembered(optimizer)
+        _leave_out(optimizer, found.saved if found is not None else None)
+    elif not load.policy.loads_moments:
         fresh_moments(optimizer)
-    return answer
+    return answer, load
 
 
 def matched_groups(

@@ -155,6 +155,15 @@ def _held(part: Optimizer) -> Iterator[_Held]:
         yield from ((live, live, 0, live.numel()) for lives in groups for live in lives)
 
 
+def masters_are_weights(part: Optimizer) -> bool:
+    """Whether each master on this rank is its weight to the bit, as after a load of weights alone."""
+    return all(
+        bool((param.detach().view(-1)[start:stop].to(master.dtype) == master.detach().view(-1)).all())
+        for param, master, start, stop in _held(part)
+        if param is not master
+    )
+
+
 class _Range(Protocol):
     start: int
     end: int

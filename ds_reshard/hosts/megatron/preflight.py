@@ -36,7 +36,7 @@ from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, master
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
 from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
-from ds_reshard.hosts.megatron.report import training_report
+from ds_reshard.hosts.megatron.report import foreseen, training_report
 from ds_reshard.hosts.megatron.topology import Saved, find_saved, unfillable
 from ds_reshard.hosts.megatron.training import announced_faults, look, policy_of, tell_megatron
 from ds_reshard.model.checkpoint import Checkpoint
@@ -293,7 +293,7 @@ class _Forecasting:
         kept = 0 if starts or policy.dataloader == "reset" else saved.arguments.get("consumed_train_samples", 0)
         arguments.consumed_train_samples = kept
         load.optimizer = _ComingOptimizer(arguments)
-        made = training_report(load, arguments, 0 if starts else load.found.iteration or 0)
+        made = training_report(load, arguments, 0 if starts else load.found.iteration or 0, foreseen(policy))
         rows = tuple(row for row in made.rows if row.name not in ("optimizer", "loss scale"))
         self.report = ResumeReport(host=made.host, checkpoint=made.checkpoint, rows=rows, warnings=made.warnings)
         self.notes.append("the model is taken to be the one that was saved, but for the sizes that the flags tell")

@@ -5,33 +5,84 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
-from ds_reshard.hosts.megatron.group_values import remembered
+from ds_reshard.hosts.megatron.group_values import is_fresh, is_loaded, remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE
-from ds_reshard.hosts.megatron.live import Group, Load, Scheduler, as_number, leaves, live_groups
-from ds_reshard.hosts.megatron.parts import live_schedule, run_schedule
+from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.parts import POSITION, live_schedule, run_schedule
+from ds_reshard.hosts.megatron.pieces import masters_are_weights
 from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
+from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish_or_log
 
 logger = logging.getLogger("ds_reshard")
 
 _OF_GROUP = ("lr", "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULE = tuple(name for name in FIELDS if name not in BOUNDS)
-_PRETRAINED = "--pretrained-checkpoint"
+_FROM_CHECKPOINT, _FROM_WEIGHTS, _ZERO = "from the checkpoint", "from the loaded weights", "zero"
+_KEPT, _OWN = "as before this load", "of this run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """Whose the masters, the moments and the random states of this rank are."""
+
+    masters: str
+    moments: str
+    random: bool = False
+
+
+def foreseen(policy: ResumePolicy) -> Left:
+    """What a load that is still to come leaves by a policy."""
+    return Left(
+        masters=_FROM_CHECKPOINT if policy.loads_masters else _FROM_WEIGHTS,
+        moments=_FROM_CHECKPOINT if policy.loads_moments else _ZERO,
+        random=True,
+    )
+
+
+def measured(load: Load) -> Left:
+    """What a load has left: of the optimizers and generators as they are now, and not of the policy."""
+    parts = leaves(load.optimizer)
+    return Left(
+        masters="; ".join(dict.fromkeys(map(_masters, parts))),
+        moments="; ".join(dict.fromkeys(map(_moments, parts))),
+        random=_goes_on(load.random),
+    )
+
+
+def _moments(part: Optimizer) -> str:
+    return _ZERO if is_fresh(part) else _FROM_CHECKPOINT if is_loaded(part) else _KEPT
+
+
+def _masters(part: Optimizer) -> str:
+    if is_loaded(part):
+        return _FROM_CHECKPOINT
+    return _FROM_WEIGHTS if masters_are_weights(part) else _KEPT
+
+
+def _goes_on(states: object) -> bool:
+    """Whether torch's generator is now as it was when these were saved."""
+    import torch
+
+    listed, now = states if isinstance(states, list) else [states], torch.get_rng_state()
+    held = [one.get("torch_rng_state") for one in listed if isinstance(one, Mapping)]
+    return any(isinstance(one, torch.Tensor) and torch.equal(one.cpu(), now) for one in held)
 
 
 def publish_training(load: Load, arguments: Namespace, iteration: int) -> None:
     """Make, log once and publish the report of a `load_checkpoint` on rank 0; other ranks do nothing."""
     if rank() == 0 and load.found is not None:
-        _publish(load, training_report(load, arguments, iteration))
+        _publish(load, training_report(load, arguments, iteration, measured(load)))
 
 
-def training_report(load: Load, arguments: Namespace, iteration: int) -> ResumeReport:
+def training_report(load: Load, arguments: Namespace, iteration: int, left: Left) -> ResumeReport:
     assert load.found is not None
-    rows = [*_counters(load, arguments, iteration), *_schedule(load), *_groups(load), *_rest(load, arguments)]
+    rows = [*_counters(load, arguments, iteration), *_schedule(load), *_groups(load), *_rest(load, arguments, left)]
     size = _of(load.found.arguments, "global_batch_size")
     warnings = batch_size_warning(size if isinstance(size, int) else None, arguments.global_batch_size)
     return _report(load, rows, (*load.warnings, *warnings))
@@ -47,10 +98,18 @@ def load_optimizer(call: Call) -> None:
     _publish_part(parts.load_optimizer(call["self"], lambda state: call(state_dict=state), call["state_dict"]))
 
 
+def load_parameter_state(call: Call) -> object:
+    """A distributed optimizer's `load_parameter_state_from_dp_zero`, and the report once more."""
+    answer, load = parts.load_parameter_state(call["self"], call)
+    _publish_part(load)
+    return answer
+
+
 def _publish_part(load: Load | None) -> None:
     """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
     if load is not None and load.own_loop and rank() == 0:
-        _publish(load, _report(load, [*_schedule(load), *_groups(load), *_states(load)], tuple(load.warnings)))
+        rows = [*_schedule(load), *_groups(load), *_states(load, measured(load))]
+        _publish(load, _report(load, rows, tuple(load.warnings)))
 
 
 def _report(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> ResumeReport:
@@ -66,12 +125,12 @@ def _publish(load: Load, report: ResumeReport) -> None:
 def _counters(load: Load, arguments: Namespace, iteration: int) -> Iterator[Row]:
     found, policy = load.found, load.policy
     assert found is not None
-    why = _PRETRAINED if load.another_model else because(policy, "iteration")
-    yield Row.of("iteration", found.iteration, 0, iteration, why)
-    saved = _of(found.arguments, "consumed_train_samples")
+    why = because(policy, "iteration")
+    yield Row.of("iteration", found.iteration, load.before.get("iteration", 0), iteration, why)
+    saved, before = _of(found.arguments, "consumed_train_samples"), load.before.get("consumed samples", 0)
     why = why if policy.iteration == "reset" or policy.finetune else because(policy, "dataloader")
-    yield Row.of("consumed samples", saved, 0, arguments.consumed_train_samples, why)
-    yield Row.of("data", f"sample {saved}", "sample 0", f"sample {arguments.consumed_train_samples}", why)
+    yield Row.of("consumed samples", saved, before, arguments.consumed_train_samples, why)
+    yield Row.of("data", f"sample {saved}", f"sample {before}", f"sample {arguments.consumed_train_samples}", why)
 
 
 def _schedule(load: Load) -> Iterator[Row]:
@@ -83,7 +142,7 @@ def _schedule(load: Load) -> Iterator[Row]:
     run, used = run_schedule(scheduler), live_schedule(scheduler)
     position = saved.position if saved is not None else None
     why = because(load.policy, "position")
-    yield Row.of("position (samples)", position, 0, used.position, why)
+    yield Row.of(POSITION, position, load.before.get(POSITION, 0), used.position, why)
     values: Mapping[str, object] = saved.values if saved is not None else {}
     for name in _OF_SCHEDULE:
         why = because(load.policy, "schedule")
@@ -110,15 +169,13 @@ def _group(load: Load, label: str, used: Group, run: Group, saved: Group) -> Ite
             yield Row.of(f"{label} {name}", values[0], values[1], values[2], why)
 
 
-def _states(load: Load) -> Iterator[Row]:
+def _states(load: Load, left: Left) -> Iterator[Row]:
     policy, parts = load.policy, leaves(load.optimizer)
     kinds = ", ".join(dict.fromkeys(type(part).__name__ for part in parts))
     why = because(policy, "optimizer")
     yield Row.of("optimizer", None, kinds, kinds, why)
-    masters = "from the checkpoint" if policy.loads_masters else "from the loaded weights"
-    moments = "from the checkpoint" if policy.loads_moments else "zero"
-    yield Row.of("fp32 masters", None, None, masters, why)
-    yield Row.of("moments and step", None, None, moments, why)
+    yield Row.of("fp32 masters", None, None, left.masters, why)
+    yield Row.of("moments and step", None, None, left.moments, why)
     for part in parts:
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None:
@@ -126,10 +183,10 @@ def _states(load: Load) -> Iterator[Row]:
             yield Row.of("loss scale", None, None, as_number(scaler.scale), why)
 
 
-def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
+def _rest(load: Load, arguments: Namespace, left: Left) -> Iterator[Row]:
     found, policy = load.found, load.policy
     assert found is not None
-    yield from _states(load)
+    yield from _states(load, left)
     config = next((part.config for part in leaves(load.optimizer)), None)
     clip = getattr(config, "clip_grad", getattr(arguments, "clip_grad", None))
     why = because(policy, "clip_grad", "clip_grad") if policy.takes("clip_grad") else "host"
@@ -138,15 +195,14 @@ def _rest(load: Load, arguments: Namespace) -> Iterator[Row]:
     same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
     there = not found.release and not _of(found.arguments, "no_save_rng")
     kept = policy.rng and not policy.finetune and there and not arguments.no_load_rng and same
-    why = "--finetune" if policy.finetune else "host" if policy.rng else "--no-load-rng"
+    why = because(policy, "iteration") if policy.finetune else "host" if policy.rng else "--no-load-rng"
     why = why if there or why != "host" else "none were saved"
     if load.taken is not None:
         told = "; ".join(load.taken.why)
         yield Row.of("tensors read by", None, "Megatron-LM", "ds_reshard", told)
         kept = kept and load.taken.random is not None
         why = why if kept or why != "host" else told
-    used = "from the checkpoint" if kept else "of this run"
-    yield Row.of("random states", None, None, used, why)
+    yield Row.of("random states", None, None, _FROM_CHECKPOINT if kept and left.random else _OWN, why)
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):
         now = getattr(arguments, name, None)
         yield Row.of(label, _of(found.arguments, name), now, now, "host")

@@ -22,10 +22,9 @@ import logging
 import os
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
-from operator import and_
+from dataclasses import replace
 from pathlib import PurePath
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
@@ -43,36 +42,38 @@ from ds_reshard.errors import (
     without_secrets,
 )
 from ds_reshard.formats.megatron.checkpoint import TRACKER, find_iteration, saved_groups
-from ds_reshard.formats.megatron.torch_dist import saved_weights
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE, is_torch_format
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary, take
+from ds_reshard.hosts.megatron.direct import take
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
     hyperparameter_faults,
     masters_faults,
-    remember,
+    note_loaded,
     run_groups,
 )
 from ds_reshard.hosts.megatron.groups import with_sharded_groups
 from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, current, in_force, leaves, with_saved
-from ds_reshard.hosts.megatron.parts import LATE, compares_bounds, matched_groups, schedule_faults
+from ds_reshard.hosts.megatron.parts import (
+    LATE,
+    POSITION,
+    compares_bounds,
+    matched_groups,
+    schedule_faults,
+    without_optimizer,
+)
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.hosts.megatron.topology import missing_file, release_faults, renumbered, step_faults
-from ds_reshard.operations.ranks import agree_files, attempt, broadcast, gather, of_all, rank
+from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
+from ds_reshard.hosts.megatron.weights import left_behind, other_weights, vocabulary_faults
+from ds_reshard.operations.ranks import agree_files, attempt, of_all
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
 from ds_reshard.resume.report import because
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
-
-    import torch
 
 logger = logging.getLogger("ds_reshard")
 
@@ -95,6 +96,7 @@ def load_checkpoint(call: Call) -> Result:
     arguments = _arguments()
     policy, where = policy_of(arguments), getattr(arguments, "load", None)
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where), models=call["ddp_model"])
+    load.before = _counted(arguments, scheduler)
     before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}
     with watched("megatron", str(where) if where else None):
         try:
@@ -105,12 +107,14 @@ def load_checkpoint(call: Call) -> Result:
 
 
 def _load(load: Load, call: Call, arguments: Namespace) -> Result:
-    policy, optimizer, scheduler = load.policy, load.optimizer, load.scheduler
+    policy, optimizer = load.policy, load.optimizer
     announced = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
     announced += announced_faults(policy, arguments)
     tell_megatron(policy, arguments)
     with in_force(load):
         load.taken = take(load, arguments, call["ddp_model"], announced)
+        for part in leaves(optimizer):
+            note_loaded(part, False)
         with phase("load"):
             iteration, operations = call() if load.taken is None else load.taken.load(call, arguments)
         if load.found is None:
@@ -119,8 +123,8 @@ def _load(load: Load, call: Call, arguments: Namespace) -> Result:
                     "%s holds no checkpoint: the resume flags had nothing to act on", without_secrets(load.where)
                 )
             return iteration, operations
-        if policy.optimizer == "skip" and load.policy.keeps_position and scheduler is not None:
-            _schedule_alone(load)
+        if not load.policy.loads_masters:
+            without_optimizer(load)
     if load.policy.optimizer == "masters":
         for part in leaves(optimizer):
             fresh_moments(part)
@@ -128,6 +132,13 @@ def _load(load: Load, call: Call, arguments: Namespace) -> Result:
     _verify(load)
     publish_training(load, arguments, iteration)
     return iteration, operations
+
+
+def _counted(arguments: Namespace, scheduler: Scheduler | None) -> dict[str, int]:
+    """This run's counters from before a load, by the names of their rows in the report."""
+    names = {"iteration": "iteration", "consumed samples": "consumed_train_samples"}
+    counted = {row: getattr(arguments, name, None) or 0 for row, name in names.items()}
+    return counted | ({POSITION: scheduler.num_steps} if scheduler is not None else {})
 
 
 _TOLD = ("no_load_optim", "finetune", "no_load_rng")
@@ -172,26 +183,18 @@ def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     ]
 
 
-def _schedule_alone(load: Load) -> None:
-    """The schedule for an optimizer that was not loaded, which Megatron leaves out together with it."""
-    if load.policy.scheduler == "checkpoint":
-        for part, saved in load.matched:
-            remember(part, run_groups(part), saved)
-    assert load.found is not None and isinstance(load.found.scheduler_state, dict), "refused when it was looked at"
-    cast(Scheduler, load.scheduler).load_state_dict(load.found.scheduler_state)
-
-
 def _counters(load: Load, arguments: Namespace, iteration: int) -> int:
     """Iteration and samples as the policy says; the iteration that training goes on from."""
     policy = load.policy
-    if policy.iteration == "reset" or policy.dataloader == "reset":
+    if policy.iteration == "reset" or policy.dataloader == "reset" or policy.finetune:
         for name in _SAMPLES:
             if hasattr(arguments, name):
                 setattr(arguments, name, 0)
-    if policy.iteration == "reset":
+    if not policy.keeps_iteration:
         from megatron.core.num_microbatches_calculator import update_num_microbatches
 
         update_num_microbatches(consumed_samples=0)
+    if policy.iteration == "reset":
         load.warnings.append(
             "the iteration starts from 0 again: saves into the same folder will replace those of the earlier run"
         )
@@ -245,7 +248,7 @@ def load_base_checkpoint(call: Call) -> Base:
     else:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
-            raise_faults(_left_behind(load, asked), subject=f"resuming from {load.where}")
+            raise_faults(left_behind(load, asked), subject=f"resuming from {load.where}")
         if load is not None:
             raise_faults(of_all(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
@@ -254,8 +257,9 @@ def load_base_checkpoint(call: Call) -> Base:
     if load is None or not isinstance(state, Mapping):
         return result
     if getattr(arguments, "finetune", False) and not load.policy.finetune:
-        load.another_model = True
-        load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report)
+        load.another_model, asked = True, {"finetune": "--pretrained-checkpoint"}
+        load.policy = ResumePolicy(finetune=True, rng=load.policy.rng, report=load.policy.report, asked=asked)
+    load.random = state.get("rng_state")
     read = load.found is not None  # this is the second call, which has read the tensors
     load.where = _folder(name) if isinstance(name, str) else f"the local checkpoint of iteration {name[0]}"
     form = getattr(kind, "name", "")
@@ -313,10 +317,14 @@ def look(
     load.found = _found(load, state, release)
     faults = [] if load.another_model else format_faults(load.where, form.lower(), policy)
     if form == "GLOBAL" and load.taken is None:
-        faults += _vocabulary_faults(load, arguments)
+        faults += vocabulary_faults(load, arguments)
     if release:
         step = None if load.another_model else getattr(arguments, "ckpt_step", None)
-        return faults + release_faults(load.where, policy, step)
+        faults += release_faults(load.where, policy, step)
+        if not faults and policy.loads_masters:
+            asked = {**policy.asked, "optimizer": "a release has none"}
+            load.policy = replace(policy, optimizer="skip", asked=asked)
+        return faults
     if legacy and load.taken is None and optimizer is not None and policy.loads_masters:
         faults += step_faults(load.where, arguments)
     faults += _lacking(load, state, form, arguments)
@@ -355,81 +363,6 @@ def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: obje
     if policy.loads_moments and all(kinds) and kinds[0] != kinds[1]:
         what, mend = "is another than in the saving run", "build the optimizer that was saved, or add --no-load-optim"
         yield ModelMismatch.fault("--optimizer", what, *kinds, mend=mend)
-
-
-def _vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
-    """Rows that Megatron would drop, or make of zeros, without a word; `--finetune` warns."""
-    saved = load.found.arguments if load.found is not None else None
-    faults = other_vocabulary(getattr(saved, "__dict__", {}), vars(arguments), load.where)
-    if not load.policy.finetune:
-        return faults
-    said = [f"the vocabulary: {one.what} ({one.expected} as saved, {one.found} now)" for one in faults]
-    load.warnings += [text for text in said if text not in load.warnings]  # looked at twice
-    return []
-
-
-def _left_behind(load: Load, asked: Mapping[object, object]) -> list[Fault]:
-    """A fault for each tensor of a `torch_dist` checkpoint that no rank's model has; `--finetune` warns. Collective.
-
-    Megatron reads what is `asked` for, and drops the rest without a word: `--dist-ckpt-strictness` is
-    `assume_ok_unexpected` (core/dist_checkpointing/validation.py, 0.18.2 and 0.19.2).
-    """
-    found, _, _ = attempt(lambda: saved_weights(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
-    names = broadcast(found) or []
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    own = set[object]()
-    for one in nested_values({name: part for name, part in asked.items() if str(name).startswith("model")}):
-        parts = nested_values({0: one.build()}) if isinstance(one, ShardedTensorFactory) else [one]
-        own.update(getattr(part, "key", None) for part in parts)
-    without = sum(1 << number for number, name in enumerate(names) if name not in own)
-    left = reduce(and_, gather(without)) if names else 0
-    what, mend = "is in the checkpoint, and no rank of this run has such a tensor", MODEL
-    lost = [name for number, name in enumerate(names) if left >> number & 1]
-    if load.policy.finetune and lost:
-        load.warnings.append("; ".join(f"{name}: {what}" for name in lost))
-        return []
-    return [ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=mend) for name in lost]
-
-
-def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
-    """What of format `torch` is not the model's own weights by name and shape; with `--finetune` names are a warning.
-
-    Megatron puts in what is of its names and goes on, and stops at another shape when others are in
-    (`load_model_state_dict` of training/checkpointing.py, 0.18.2 and 0.19.2: strict, and then not).
-    """
-    from megatron.core.utils import unwrap_model
-
-    names, shapes = list[Fault](), list[Fault]()
-    models = cast("list[torch.nn.Module]", unwrap_model(load.models))
-    for number, model in enumerate(models):
-        held = state.get("model" if len(models) == 1 else f"model{number}")
-        told = {str(name): one for name, one in held.items() if _is_weight(one)} if isinstance(held, Mapping) else {}
-        own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        buffers, kept = dict(model.named_buffers(remove_duplicate=False)), model.state_dict(keep_vars=True)
-        own |= {name: one for name, one in buffers.items() if name in kept and _is_weight(one)}
-        known = own | buffers
-        for name in sorted(own.keys() - told.keys()):
-            what = "is a tensor of this run, and the checkpoint has none of that name"
-            names.append(ModelMismatch.fault(name, what, "that name", load.where, mend=MODEL))
-        for name in sorted(told.keys() - known.keys()):
-            what = "is in the checkpoint, and this run has no such tensor"
-            names.append(ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=MODEL))
-        for name in sorted(told.keys() & own.keys()):
-            sides = [str(list(one.shape)) for one in (told[name], own[name])]
-            if sides[0] != sides[1]:
-                shapes.append(ModelMismatch.fault(name, "has another shape in the checkpoint", *sides, mend=MODEL))
-    if names and load.policy.finetune and load.found is not None:
-        shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(_arguments()), load.where)
-    if load.policy.finetune and names:
-        load.warnings.append("; ".join(f"{fault.where}: {fault.what}" for fault in names))
-        names = []
-    return names + shapes
-
-
-def _is_weight(value: object) -> TypeGuard[torch.Tensor]:
-    return bool(getattr(getattr(value, "dtype", None), "is_floating_point", False))
 
 
 def _folder(name: str) -> str:

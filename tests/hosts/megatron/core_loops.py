@@ -35,11 +35,12 @@ def loop(
     edit: str = "",
     train_steps: int = 40,
     scale: float = 1024.0,
+    stepped: int = 0,
 ) -> dict[str, Any]:
     """Build, load if asked, train, save if asked; what each optimizer step used, and the scheduler's own values.
 
     `groups` gives parameters by name (a glob) a max_lr of their own; `built` sets a switch of the scheduler's
-    constructor ("default" leaves both out); `edit` harms what was saved.
+    constructor ("default" leaves both out); `edit` harms what was saved; `stepped` updates come before the load.
     """
     import ds_reshard
 
@@ -50,6 +51,9 @@ def loop(
     models, optimizer = _build(kind, lr, min_lr, weight_decay, groups or {}, chained, betas, scale)
     scheduler = _scheduler(optimizer, lr, min_lr, weight_decay, built, train_steps)
     record, scales = Record(), []
+    for step in range(stepped):
+        _train(models, optimizer, step + 7)
+        scheduler.step(increment=4)
     register_optimizer_step_pre_hook(record.before_step)
     if load is not None:
         for _ in range(times):

@@ -24,10 +24,7 @@ def load(arguments: str, hooks: bool = True) -> dict[str, Any]:
     args, report = get_args(), ds_reshard.last_report()
     return {
         "wrong": wrong(models, optimizer),
-        "cast": all(
-            held["param"].equal(live.data.view(-1)[part].view(held["param"].shape).float())
-            for live, part, held in _states(optimizer)
-        ),
+        "cast": _cast(optimizer),
         "fresh": not any(
             bool(held[kind].any()) for _, _, held in _states(optimizer) for kind in KINDS[1:] if kind in held
         ),
@@ -37,6 +34,63 @@ def load(arguments: str, hooks: bool = True) -> dict[str, Any]:
         "steps": sorted(_steps(optimizer)),
         "report": report.to_json() if report is not None else None,
     }
+
+
+def rolled(arguments: str) -> dict[str, Any]:
+    """Load, step as a run that goes on, change the weights, and load again: what either load left, and its report."""
+    import ds_reshard
+
+    ds_reshard.install("megatron")
+    models, optimizer, scheduler = _setup(arguments)
+    from megatron.training import checkpointing, get_args
+
+    args, told = get_args(), []
+    for turn in range(2):
+        if turn:
+            _go_on(models, optimizer, scheduler)
+            args.iteration, _ = checkpointing.load_checkpoint(models, optimizer, scheduler, checkpointing_context={})
+        report = ds_reshard.last_report()
+        assert report is not None
+        told.append(
+            {
+                "moments": {
+                    bool(held[kind].any()) for _, _, held in _states(optimizer) for kind in KINDS[1:] if kind in held
+                },
+                "cast": _cast(optimizer),
+                "steps": sorted(_steps(optimizer)),
+                "counters": [args.iteration, args.consumed_train_samples, scheduler.num_steps],
+                "rates": [group["lr"] for group in optimizer.param_groups],
+                "rows": {row["name"]: row for row in report.to_json()["rows"]},
+                "wrong": sorted({text.split()[0] for text in wrong(models, optimizer)}),
+            }
+        )
+    return {"told": told}
+
+
+def _go_on(models: Any, optimizer: Any, scheduler: Any) -> None:
+    """Three updates, as far as the state shows it."""
+    from megatron.training import get_args
+
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for live in group["params"]:
+                live.grad = torch.ones_like(live)
+        one.optimizer.step()
+        one.optimizer.zero_grad()
+    with torch.no_grad():
+        for live in (live for model in models for live in model.parameters()):
+            live.add_(1.0)
+    scheduler.step(12)
+    get_args().iteration += 3
+    get_args().consumed_train_samples += 12
+    torch.rand(5)
+
+
+def _cast(optimizer: Any) -> bool:
+    return all(
+        held["param"].equal(live.data.view(-1)[part].view(held["param"].shape).float())
+        for live, part, held in _states(optimizer)
+    )
 
 
 def _steps(optimizer: Any) -> set[Any]:

@@ -1,0 +1,96 @@
+"""What a checkpoint and a model do not have in common, where Megatron loads: it drops it, or goes on without a word."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import reduce
+from operator import and_
+from typing import TYPE_CHECKING, cast
+
+from ds_reshard.errors import Fault, ModelMismatch
+from ds_reshard.formats.megatron.torch_dist import saved_weights
+from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary
+from ds_reshard.hosts.megatron.live import Load
+from ds_reshard.hosts.megatron.topology import renumbered
+from ds_reshard.operations.ranks import attempt, broadcast, gather, rank
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    import torch
+
+
+def vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
+    """Rows that Megatron would drop, or make of zeros, without a word; `--finetune` warns."""
+    saved = load.found.arguments if load.found is not None else None
+    faults = other_vocabulary(getattr(saved, "__dict__", {}), vars(arguments), load.where)
+    if not load.policy.finetune:
+        return faults
+    said = [f"the vocabulary: {one.what} ({one.expected} as saved, {one.found} now)" for one in faults]
+    load.warnings += [text for text in said if text not in load.warnings]  # looked at twice
+    return []
+
+
+def left_behind(load: Load, asked: Mapping[object, object]) -> list[Fault]:
+    """A fault for each tensor of a `torch_dist` checkpoint that no rank's model has; `--finetune` warns. Collective.
+
+    Megatron reads what is `asked` for, and drops the rest without a word: `--dist-ckpt-strictness` is
+    `assume_ok_unexpected` (core/dist_checkpointing/validation.py, 0.18.2 and 0.19.2).
+    """
+    found, _, _ = attempt(lambda: saved_weights(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
+    names = broadcast(found) or []
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    own = set[object]()
+    for one in nested_values({name: part for name, part in asked.items() if str(name).startswith("model")}):
+        parts = nested_values({0: one.build()}) if isinstance(one, ShardedTensorFactory) else [one]
+        own.update(getattr(part, "key", None) for part in parts)
+    without = sum(1 << number for number, name in enumerate(names) if name not in own)
+    left = reduce(and_, gather(without)) if names else 0
+    what, mend = "is in the checkpoint, and no rank of this run has such a tensor", MODEL
+    lost = [name for number, name in enumerate(names) if left >> number & 1]
+    if load.policy.finetune and lost:
+        load.warnings.append("; ".join(f"{name}: {what}" for name in lost))
+        return []
+    return [ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=mend) for name in lost]
+
+
+def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
+    """What of format `torch` is not the model's own weights by name and shape; with `--finetune` names are a warning.
+
+    Megatron puts in what is of its names and goes on, and stops at another shape when others are in
+    (`load_model_state_dict` of training/checkpointing.py, 0.18.2 and 0.19.2: strict, and then not).
+    """
+    from megatron.core.utils import unwrap_model
+    from megatron.training import get_args
+
+    names, shapes = list[Fault](), list[Fault]()
+    models = cast("list[torch.nn.Module]", unwrap_model(load.models))
+    for number, model in enumerate(models):
+        held = state.get("model" if len(models) == 1 else f"model{number}")
+        told = {str(name): one for name, one in held.items() if _is_weight(one)} if isinstance(held, Mapping) else {}
+        own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+        buffers, kept = dict(model.named_buffers(remove_duplicate=False)), model.state_dict(keep_vars=True)
+        own |= {name: one for name, one in buffers.items() if name in kept and _is_weight(one)}
+        known = own | buffers
+        for name in sorted(own.keys() - told.keys()):
+            what = "is a tensor of this run, and the checkpoint has none of that name"
+            names.append(ModelMismatch.fault(name, what, "that name", load.where, mend=MODEL))
+        for name in sorted(told.keys() - known.keys()):
+            what = "is in the checkpoint, and this run has no such tensor"
+            names.append(ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=MODEL))
+        for name in sorted(told.keys() & own.keys()):
+            sides = [str(list(one.shape)) for one in (told[name], own[name])]
+            if sides[0] != sides[1]:
+                shapes.append(ModelMismatch.fault(name, "has another shape in the checkpoint", *sides, mend=MODEL))
+    if names and load.policy.finetune and load.found is not None:
+        shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(get_args()), load.where)
+    if load.policy.finetune and names:
+        load.warnings.append("; ".join(f"{fault.where}: {fault.what}" for fault in names))
+        names = []
+    return names + shapes
+
+
+def _is_weight(value: object) -> TypeGuard[torch.Tensor]:
+    return bool(getattr(getattr(value, "dtype", None), "is_floating_point", False))
