@@ -115,11 +115,14 @@ class TorchDist(SavedState):
         return {key: read_object(place) for key, place in objects.items() if key.startswith("rng_state/")}
 
 
-def saved_weights(folder: str) -> list[str]:
-    """The keys of the model's own tensors, in the folder of one iteration; none of torch_dcp and fsdp_dtensor."""
-    if not is_megatrons(folder):
-        return []
-    return sorted(key for key in read_directory(folder).tensors if not _OPTIMIZER.match(key))
+def saved_tensors(folder: str) -> list[str]:
+    """The keys of all tensors in the folder of one iteration; none of torch_dcp and fsdp_dtensor."""
+    return sorted(read_directory(folder).tensors) if is_megatrons(folder) else []
+
+
+def is_state(key: str) -> bool:
+    """Whether a tensor of that key is a state or a master of an optimizer."""
+    return _OPTIMIZER.match(key) is not None
 
 
 def list_torch_dist(folder: str) -> SavedListing:

@@ -66,7 +66,7 @@ from ds_reshard.hosts.megatron.parts import (
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
-from ds_reshard.hosts.megatron.weights import left_behind, other_weights, vocabulary_faults
+from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, vocabulary_faults
 from ds_reshard.operations.ranks import agree_files, attempt, of_all
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
@@ -248,7 +248,8 @@ def load_base_checkpoint(call: Call) -> Base:
     else:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
-            raise_faults(left_behind(load, asked), subject=f"resuming from {load.where}")
+            strictness = str(getattr(arguments, "dist_ckpt_strictness", ""))
+            raise_faults(other_tensors(load, asked, strictness), subject=f"resuming from {load.where}")
         if load is not None:
             raise_faults(of_all(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import Fault, ModelMismatch
-from ds_reshard.formats.megatron.torch_dist import saved_weights
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch
+from ds_reshard.formats.megatron.torch_dist import is_state, saved_tensors
 from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import renumbered
@@ -31,29 +32,69 @@ def vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
     return []
 
 
-def left_behind(load: Load, asked: Mapping[object, object]) -> list[Fault]:
-    """A fault for each tensor of a `torch_dist` checkpoint that no rank's model has; `--finetune` warns. Collective.
+_STATES = "train the parameters that the saving run has trained, or add --no-load-optim"
+_LOST = (
+    ("is in the checkpoint, and no rank of this run has such a tensor", MODEL),
+    ("is in the checkpoint, and no rank of this run trains such a parameter", _STATES),
+)
+_LACKING = (
+    ("is a tensor of this run, and the checkpoint has none of that name", MODEL),
+    ("is a state of a parameter that this run trains, and the checkpoint has none of that name", _STATES),
+)
+_LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to leave it as it was built"
 
-    Megatron reads what is `asked` for, and drops the rest without a word: `--dist-ckpt-strictness` is
-    `assume_ok_unexpected` (core/dist_checkpointing/validation.py, 0.18.2 and 0.19.2).
+
+def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -> list[Fault]:
+    """A fault for each tensor of a `torch_dist` checkpoint that no rank has, or of a rank that it has not. Collective.
+
+    Megatron reads what is `asked` for, and drops the rest without a word. What the checkpoint has not ends in torch's
+    own error where `--dist-ckpt-strictness` is `assume_ok_unexpected`, and stays as built where that logs or ignores
+    (core/dist_checkpointing/validation.py, 0.18.2 and 0.19.2). With `--finetune` either is a warning.
     """
-    found, _, _ = attempt(lambda: saved_weights(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
-    names = broadcast(found) or []
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-
-    own = set[object]()
-    for one in nested_values({name: part for name, part in asked.items() if str(name).startswith("model")}):
-        parts = nested_values({0: one.build()}) if isinstance(one, ShardedTensorFactory) else [one]
-        own.update(getattr(part, "key", None) for part in parts)
-    without = sum(1 << number for number, name in enumerate(names) if name not in own)
-    left = reduce(and_, gather(without)) if names else 0
-    what, mend = "is in the checkpoint, and no rank of this run has such a tensor", MODEL
-    lost = [name for number, name in enumerate(names) if left >> number & 1]
-    if load.policy.finetune and lost:
-        load.warnings.append("; ".join(f"{name}: {what}" for name in lost))
+    if strictness.startswith("return_"):
+        what, mend = "returns more than Megatron-LM's own load_checkpoint takes", "give log_all in its place"
+        return [ConfigError.fault(f"--dist-ckpt-strictness {strictness}", what, mend=mend)]
+    found, _, _ = attempt(lambda: saved_tensors(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
+    there = broadcast(found) or []
+    if not there:
         return []
-    return [ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=mend) for name in lost]
+    own = _keys(asked)
+    without = sum(1 << number for number, name in enumerate(there) if name not in own)
+    told = gather((without, sorted(own - set(there)), "optimizer" in asked))
+    left = reduce(and_, (one[0] for one in told))
+    with_states = any(one[2] for one in told)
+    lost = [name for number, name in enumerate(there) if left >> number & 1]
+    lost = [name for name in lost if with_states or not is_state(name)]
+    lacking = sorted({name for one in told for name in one[1]})
+    passed = strictness.startswith("log_") or strictness == "ignore_all"
+    if load.policy.finetune and lost:
+        load.warnings.append("; ".join(f"{name}: {_LOST[0][0]}" for name in lost))
+    if load.policy.finetune and lacking and passed:
+        load.warnings.append("; ".join(f"{name}: {_LACKING[0][0]}" for name in lacking))
+    sides = "the tensors of this run", load.where
+    faults = [] if load.policy.finetune else [_other(name, _LOST, *sides) for name in lost]
+    if not (load.policy.finetune and passed):
+        faults += [_other(name, _LACKING, "that name", load.where) for name in lacking]
+    if load.policy.finetune:
+        return [replace(fault, mend=_LOG) for fault in faults]
+    return [fault for fault in faults if not is_state(fault.where)] or faults
+
+
+def _other(name: str, said: tuple[tuple[str, str], tuple[str, str]], expected: str, found: str) -> Fault:
+    what, mend = said[is_state(name)]
+    return ModelMismatch.fault(name, what, expected, found, mend=mend)
+
+
+def _keys(asked: Mapping[object, object]) -> set[str]:
+    """The keys of the model's and the optimizer's tensors that this rank asks for."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    own = set[str]()
+    for one in nested_values(dict(asked)):
+        parts = nested_values({0: one.build()}) if isinstance(one, ShardedTensorFactory) else [one]
+        own.update(part.key for part in parts if isinstance(part, ShardedTensor))
+    return own
 
 
 def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:

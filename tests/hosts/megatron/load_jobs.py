@@ -12,10 +12,11 @@ from small_gpt import ended
 VOCABULARY = 99
 
 
-def load(arguments: str, hooks: bool = True) -> dict[str, Any]:
+def load(arguments: str, hooks: bool = True, frozen: str = "") -> dict[str, Any]:
     """Set up with `--load`: what of weights, masters and moments differs from what was saved, and the counters."""
     import ds_reshard
 
+    freeze(frozen)
     if hooks:
         ds_reshard.install("megatron")
     models, optimizer, scheduler = _setup(arguments)
@@ -105,13 +106,39 @@ def _steps(optimizer: Any) -> set[Any]:
     return found
 
 
-def refused(arguments: str, own: list[str] | None = None, nodes: list[str] | None = None) -> dict[str, Any]:
+def save(arguments: str, saves: list[dict[str, Any]], frozen: str) -> dict[str, Any]:
+    """Save a run in which parameters of this name are frozen."""
+    import format_jobs
+
+    freeze(frozen)
+    return format_jobs.save(arguments, saves)
+
+
+def freeze(name: str) -> None:
+    """Parameters whose name holds `name` are not trained by the models of this process."""
+    import small_gpt
+
+    made = small_gpt._model
+
+    def frozen(*args: Any, **more: Any) -> Any:
+        model = made(*args, **more)
+        for parameter in (one for key, one in model.named_parameters() if name and name in key):
+            parameter.requires_grad_(False)
+        return model
+
+    small_gpt._model = frozen
+
+
+def refused(
+    arguments: str, own: list[str] | None = None, nodes: list[str] | None = None, frozen: str = ""
+) -> dict[str, Any]:
     """The same, expected to be refused: the error, and what it had changed by then.
 
     Each rank has `own` arguments, and is where relative paths begin at one of `nodes`.
     """
     import ds_reshard
 
+    freeze(frozen)
     number = int(os.environ["RANK"])
     if nodes is not None:
         os.chdir(nodes[number])

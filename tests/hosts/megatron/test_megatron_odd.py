@@ -14,7 +14,7 @@ from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.formats.megatron.torch_dist import saved_weights
+from ds_reshard.formats.megatron.torch_dist import saved_tensors
 from ds_reshard.hosts.megatron.training import announced_format_faults, format_faults
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -141,7 +141,7 @@ def test_what_megatron_fsdp_has_saved_is_looked_at(releases: Any, tmp_path: Path
     with pytest.raises(UnsupportedLayout, match=r"torch_dcp or fsdp_dtensor.*--ckpt-format torch_dist"):
         tools.convert(folder, str(tmp_path / "out"), to="zero2", dp=1)
     (iteration,) = Path(folder).glob("iter_*")
-    assert saved_weights(str(iteration)) == []  # which a load would else miss: its keys are nobody's in torch_dist
+    assert saved_tensors(str(iteration)) == []  # which a load would else miss: its keys are nobody's in torch_dist
 
 
 @pytest.mark.parametrize("name", ["torch_dcp", "fsdp_dtensor"])

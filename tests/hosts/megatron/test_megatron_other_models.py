@@ -67,3 +67,70 @@ def test_stages_of_a_pretrained_model_that_begin_at_other_layers(releases: Any, 
     assert "(expected [0, 1], found [0, 2])" in told[0]["message"] and told[0]["message"] == told[1]["message"]
     taken = releases[RELEASE].run("load_jobs:load", ranks=2, arguments=f"{even}--load {folder} --finetune")
     assert not [text for one in taken for text in one["wrong"] if text.startswith("weight")]
+
+
+STRICTNESS = ("assume_ok_unexpected", "log_unexpected", "log_all", "ignore_all", "raise_unexpected", "raise_all")
+LACKING = "linear_qkv.bias: is a tensor of this run, and the checkpoint has none of that name"
+
+
+@pytest.fixture(scope="module")
+def gated(releases: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("gated")
+    saves = [{"save": str(made / form), **FLAGS[form]} for form in ("model_space", "buckets")]
+    releases[RELEASE].run("format_jobs:save", arguments=DISTRIBUTED + GATED, saves=saves)
+    return made
+
+
+@pytest.mark.parametrize("strictness", STRICTNESS)
+@pytest.mark.parametrize("form", ["model_space", "buckets"])
+def test_weights_that_a_checkpoint_lacks(releases: Any, gated: Path, form: str, strictness: str) -> None:
+    """Under each strictness: Megatron ends in torch's own error, or goes on with them as they were built."""
+    load = f"{DISTRIBUTED}{GATED}--load {gated / form} --add-qkv-bias --dist-ckpt-strictness {strictness} "
+    goes_on = strictness.startswith("log") or strictness == "ignore_all"
+    if goes_on:
+        alone = _one(releases, "load", f"{load}--no-load-optim", hooks=False)
+        assert any(text.startswith("weight") for text in alone["wrong"])
+    for more in ("", "--no-load-optim", "" if goes_on else "--finetune"):
+        told = _one(releases, "refused", load + more)
+        assert told["refused"] == "ModelMismatch" and LACKING in told["message"]
+        assert set(told["changed"]) <= {"states 0"}  # which Megatron makes, of zeros, to read into
+    if goes_on:
+        kept = _one(releases, "load", f"{load}--finetune")
+        assert any(LACKING in text for text in kept["report"]["warnings"])
+    else:
+        assert "add --dist-ckpt-strictness log_all to leave it as it was built" in told["message"]
+        mended = _one(releases, "load", f"{load}--finetune --dist-ckpt-strictness log_all")
+        assert {text.split()[1].partition(":")[0] for text in mended["wrong"] if text.startswith("weight")} == {
+            "decoder.layers.self_attention.linear_qkv.bias"
+        }
+
+
+@pytest.mark.parametrize("strictness", ["return_unexpected", "return_all"])
+def test_a_strictness_that_returns_what_differs(releases: Any, gated: Path, strictness: str) -> None:
+    """Megatron's own load_checkpoint takes no such answer, and stops when the weights are in; the line mends it."""
+    load = f"{DISTRIBUTED}{GATED}--load {gated / 'model_space'} --dist-ckpt-strictness "
+    told = _one(releases, "refused", load + strictness)
+    assert told["refused"] == "ConfigError" and "give log_all in its place" in told["message"]
+    assert _one(releases, "load", f"{load}log_all")["wrong"] == []
+
+
+@pytest.mark.parametrize("strictness", ["assume_ok_unexpected", "log_all"])
+def test_states_of_parameters_that_one_run_alone_trains(
+    releases: Any, gated: Path, strictness: str, tmp_path: Path
+) -> None:
+    """Of what is frozen now Megatron drops them; of what was frozen they begin anew, or torch's own error tells."""
+    frozen = tmp_path / "frozen"
+    job = {"saves": [{"save": str(frozen), **FLAGS["model_space"]}], "frozen": "linear_fc2"}
+    releases[RELEASE].run("load_jobs:save", arguments=DISTRIBUTED + GATED, **job)
+    flags = f"--dist-ckpt-strictness {strictness}"
+    for folder, now, said in (
+        (gated / "model_space", "linear_fc2", "is in the checkpoint, and no rank of this run trains such a parameter"),
+        (frozen, "", "is a state of a parameter that this run trains, and the checkpoint has none of that name"),
+    ):
+        load = f"{DISTRIBUTED}{GATED}--load {folder} {flags}"
+        told = _one(releases, "refused", load, frozen=now)
+        assert told["refused"] == "ModelMismatch" and said in told["message"]
+        assert {where.split(".")[2] for where in told["where"]} == {"param", "exp_avg", "exp_avg_sq"}
+        mended = _one(releases, "load", f"{load} --no-load-optim", frozen=now)
+        assert not [text for text in mended["wrong"] if text.startswith("weight")]
+    assert _one(releases, "load", f"{DISTRIBUTED}{GATED}--load {frozen} {flags}", frozen="linear_fc2")["wrong"] == []
