@@ -9,12 +9,17 @@ stepped by. Schedulers are recognised by these attributes, not by their classes;
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from math import inf
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from math import inf, isclose
+from types import SimpleNamespace
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.model.during import during
 
 DEEPSPEED, TORCH, COUNTED, PLATEAU, UNKNOWN = "deepspeed", "torch", "counted", "plateau", "unknown"
 
@@ -31,7 +36,35 @@ CLOCKS = (ENGINE, ACCELERATE)
 0.19.8, `_take_model_step`). accelerate steps a torch scheduler `num_processes` times an update
 (accelerate/scheduler.py, 1.15.0, `AcceleratedScheduler.step`). The same schedule is
 another curve on the other clock."""
+UPDATES, BATCHES = "updates", "batches"
+UNITS = (UPDATES, BATCHES)
+"""What the lengths of a schedule on accelerate's clock are multiples of, and so what its position means under another
+number of processes. "updates": the script multiplies its lengths by the number of processes, and as many updates have
+gone by. "batches": it counts the batches of all processes, whose count goes on as it is."""
 PLACE = "ds_reshard.accelerate"
+
+_ELSEWHERE: ContextVar[bool] = ContextVar("positions are translated elsewhere", default=False)
+_ASKED: list[str] = []
+
+
+def counted_elsewhere() -> AbstractContextManager[None]:
+    """States that are given inside have been looked at by who gives them, for a count of other processes."""
+    return during(_ELSEWHERE, True)
+
+
+def is_counted_elsewhere() -> bool:
+    """Whether this thread is inside `counted_elsewhere`."""
+    return _ELSEWHERE.get()
+
+
+def ask_unit(unit: str | None) -> None:
+    """Note the unit for runs that have no DeepSpeed JSON."""
+    _ASKED[:] = [unit] if unit is not None else []
+
+
+def asked_unit() -> str | None:
+    """The unit that was asked for outside of a DeepSpeed JSON."""
+    return _ASKED[0] if _ASKED else None
 
 
 def kind_of(scheduler: object) -> str:
@@ -176,6 +209,30 @@ class Beginning:
             else:
                 self._place_torch(scheduler, position)
 
+    def state_at(self, scheduler: object, position: int, bases: Sequence[float] | None) -> dict[str, object]:
+        """The state of `scheduler`, as this run configures it, at `position`, from other base rates where given.
+
+        Computed on a copy with an optimizer of its own: neither `scheduler` nor its param groups change.
+        """
+        groups = [
+            {name: copy.deepcopy(value) for name, value in group.items() if name != "params"}
+            for group in scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+        ]
+        begun, state = self.groups, copy.deepcopy(self._state)
+        if bases is not None and (own := base_lrs_in(state)) and list(own) != list(bases):
+            ratios = [new / old if old else 1.0 for new, old in zip(bases, own, strict=True)]
+            begun = [
+                {name: value * ratio for name, value in group.items() if isinstance(value, float)}
+                for group, ratio in zip(begun, ratios, strict=True)
+            ]
+            _set_bases(state, list(bases))
+        set_groups(groups, begun, ("lr", "initial_lr"))
+        made = _apart(scheduler, SimpleNamespace(param_groups=groups, step=None))
+        moved = copy.copy(self)
+        moved._state = state
+        moved.place(made, position)
+        return made.state_dict()  # type: ignore[attr-defined,no-any-return]
+
     def _place_torch(self, scheduler: object, position: int) -> None:
         scheduler.load_state_dict(copy.deepcopy(self._state))  # type: ignore[attr-defined]
         steps = position
@@ -184,6 +241,89 @@ class Beginning:
             steps = 1
         for _ in range(steps):
             scheduler.step()  # type: ignore[attr-defined]
+
+
+def _apart(scheduler: object, optimizer: object) -> object:
+    """A shallow copy that steps another optimizer: its functions may hold the script's objects, and are shared."""
+    made = copy.copy(scheduler)
+    made.optimizer = optimizer  # type: ignore[attr-defined]
+    if hasattr(made, "_schedulers"):
+        made._schedulers = [_apart(part, optimizer) for part in made._schedulers]
+    return made
+
+
+def _set_bases(state: MutableMapping[str, object], bases: list[float]) -> None:
+    if "base_lrs" in state:
+        state["base_lrs"] = list(bases)
+    for part in _parts(state):
+        _set_bases(part, bases)  # type: ignore[arg-type]
+
+
+def unit_of(
+    scheduler: object, begun: Beginning, state: Mapping[str, object], then: int, now: int
+) -> tuple[str | None, str]:
+    """In which of UNITS a schedule on accelerate's clock counts, and why; None where neither can be shown.
+
+    `state` was saved by a run that took `then` steps an update, and this run takes `now`. Lengths that are the same,
+    or in the ratio of these, tell it; else the position at which this run's schedule gives the saved rates.
+    """
+    unit = unit_of_lengths(scheduler, begun, state, then, now)
+    if unit is not None:
+        return unit, "by its lengths"
+    position = position_in(state) or 0
+    saved = state.get("_last_lr")
+    if not isinstance(saved, list) or own_loader(scheduler) or begun.position:
+        return None, ""
+
+    def rates(position: int) -> object:
+        return begun.state_at(scheduler, position, base_lrs_in(state))["_last_lr"]
+
+    def gives(position: int) -> bool:
+        found = rates(position)
+        assert isinstance(found, list)
+        return len(found) == len(saved) and all(map(functools.partial(isclose, abs_tol=1e-18), found, saved))
+
+    try:
+        moved = position * now // then
+        given = {UPDATES: gives(moved), BATCHES: gives(position)}
+        if all(given.values()) and type(scheduler).__name__ in _CLOSED:
+            ahead = [now << exponent for exponent in range(24)]
+            if all(rates(position + steps) == rates(moved + steps) for steps in ahead):
+                return BATCHES, "its rates are the same from both positions on"
+    except (TypeError, ValueError, KeyError, AttributeError):  # a position past the end, or functions of the script's
+        return None, ""
+    shown = [unit for unit, equal in given.items() if equal]
+    return (shown[0], "it gives the saved rates there") if len(shown) == 1 else (None, "")
+
+
+# A rate, and what OneCycleLR makes of its `total_steps` (torch/optim/lr_scheduler.py, 2.13).
+_RATES_OR_DERIVED = ("base_lrs", "_schedule_phases")
+
+
+def unit_of_lengths(
+    scheduler: object, begun: Beginning, state: Mapping[str, object], then: int, now: int
+) -> str | None:
+    """The same by the lengths alone; None where a function has them, or a state that does not tell."""
+    if begun.kind != TORCH or has_code(scheduler):
+        return None
+    theirs, ours = (
+        _numbers({name: value for name, value in found.items() if not name.endswith(_RATES_OR_DERIVED)})
+        for found in (saved_configuration(state), begun.configuration)
+    )
+    if theirs and theirs == ours:
+        return BATCHES
+    scaled = len(theirs) == len(ours) and all(a in (b, b * then / now) for a, b in zip(theirs, ours, strict=True))
+    return UPDATES if theirs and scaled else None
+
+
+def _numbers(value: object) -> list[float]:
+    """Every number in nested values, in the order of their names; the keys of a Counter (`milestones`) too."""
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=repr)
+        return [number for key in keys for number in (*_numbers(key), *_numbers(value[key]))]
+    if isinstance(value, (list, tuple)):
+        return [number for item in value for number in _numbers(item)]
+    return [float(value)] if isinstance(value, (int, float)) else []
 
 
 def _rates(scheduler: object) -> list[dict[str, object]]:
@@ -392,24 +532,46 @@ def like(scheduler: object, params: Mapping[str, object], groups: Sequence[Mappi
     return type(scheduler)(stand_in, **params)  # type: ignore[call-arg]
 
 
+_KEYS = {"clock": CLOCKS, "position": UNITS}
+
+
+def unit_faults(section: object) -> list[Fault]:
+    """What is wrong with `"accelerate": ...` outside of a DeepSpeed JSON, where no engine has a clock."""
+    if isinstance(section, Mapping) and "clock" in section:
+        mend = 'write "accelerate": {"position": "updates"} there, and the clock in the DeepSpeed JSON'
+        return [ConfigError.fault("accelerate.clock", "is no setting of this place", "position", mend=mend)]
+    return clock_faults(section)
+
+
 def clock_faults(section: object) -> list[Fault]:
     """What is wrong with the value of `"ds_reshard": {"accelerate": ...}`."""
     wrong: list[tuple[str, str, str, object]] = []
     if not isinstance(section, Mapping):
         wrong.append((PLACE, "has a value that is not allowed", "an object", section))
     else:
-        wrong += [(f"{PLACE}.{key}", "is not a setting", "clock", key) for key in section if key != "clock"]
-        clock = section.get("clock")
-        if clock is not None and clock not in CLOCKS:
-            wrong.append((f"{PLACE}.clock", "has a value that is not allowed", '"engine" or "accelerate"', clock))
+        names = ", ".join(_KEYS)
+        wrong += [(f"{PLACE}.{key}", "is not a setting", names, key) for key in section if key not in _KEYS]
+        for key, allowed in _KEYS.items():
+            if section.get(key) not in (None, *allowed):
+                wanted = " or ".join(f'"{value}"' for value in allowed)
+                wrong.append((f"{PLACE}.{key}", "has a value that is not allowed", wanted, section[key]))
     mend = f'write "ds_reshard": {{"accelerate": {{"clock": "{ENGINE}"}}}} in the DeepSpeed JSON'
     return [ConfigError.fault(where, what, wanted, repr(found), mend=mend) for where, what, wanted, found in wrong]
 
 
 def clock_in(config: Mapping[str, object]) -> str | None:
     """The clock that a DeepSpeed JSON asks for, None where it asks for none; ConfigError for anything else."""
+    return _said(config, "clock")
+
+
+def unit_in(config: Mapping[str, object]) -> str | None:
+    """The same of the unit in which a schedule counts."""
+    return _said(config, "position")
+
+
+def _said(config: Mapping[str, object], key: str) -> str | None:
     section = config.get("ds_reshard")
     asked = section.get("accelerate", {}) if isinstance(section, Mapping) else {}
     raise_faults(clock_faults(asked), subject="DeepSpeed config")
-    clock = asked.get("clock")
-    return clock if isinstance(clock, str) else None
+    said = asked.get(key)
+    return said if isinstance(said, str) else None

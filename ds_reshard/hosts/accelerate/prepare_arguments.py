@@ -285,7 +285,8 @@ def _set_clock(config: dict[str, object], clock: str) -> None:
         faults = [ConfigError.fault(f"{PLACE}.clock", what, *both, mend="give it in one place")]
     raise_faults(faults, subject=_SUBJECT)
     section = config.get("ds_reshard")
-    config["ds_reshard"] = {**(section if isinstance(section, Mapping) else {}), "accelerate": {"clock": clock}}
+    own = section if isinstance(section, Mapping) else {}
+    config["ds_reshard"] = {**own, "accelerate": {**own.get("accelerate", {}), "clock": clock}}
 
 
 def _made_optimizer(config: Mapping[str, object], model: Module, optimizer: object) -> object:

@@ -28,6 +28,7 @@ from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, raise_fault
 from ds_reshard.execution import disk
 from ds_reshard.formats.zero.names import pattern_in_path
 from ds_reshard.hooks import Call
+from ds_reshard.hosts.accelerate import positions
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import gather, together
@@ -163,7 +164,8 @@ def load_state(call: Call) -> object:
         together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
         if where is not None:
             _counted_data(accelerator, where)
-        result = original()
+        with positions.translated(accelerator, _steps(accelerator, where), None, ResumePolicy()):
+            result = original()
         _agree_on_step(accelerator, where, last_report())
         return result
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()
@@ -178,7 +180,8 @@ def load_state(call: Call) -> object:
         together(lambda: _refuse_absent(accelerator, where, scheduled=not moved), subject=f"loading {where}")
     with _anew(accelerator) if policy.finetune else nullcontext():
         if mine is None or saved.clock in (None, mine.clock):
-            result = original()
+            with positions.translated(accelerator, _steps(accelerator, where), mine, policy):
+                result = original()
         else:
             _refuse(mine, saved, policy, where, alone=len(accelerator._schedulers) == 1)
             leave_out = call["load_model_func_kwargs"].get("load_lr_scheduler_states") is False
@@ -382,6 +385,21 @@ def _record(folder: str) -> Mapping[str, object]:
     return found if isinstance(found, dict) else {}
 
 
+def _steps(accelerator: Accelerator, where: str | None) -> int | None:
+    """How many steps an update of the saving run was to its schedulers, as rank 0 sees it; None where unknown.
+
+    Without a record each process has left its random states; a run that splits batches is taken to have done so then.
+    Collective.
+    """
+    record = gather(together(lambda: _record(where) if where is not None else {}, subject=f"loading {where}"))[0]
+    if "clock" in record:
+        found = record.get("steps_per_update")
+        return found if isinstance(found, int) and record["clock"] == ACCELERATE else None
+    if where is None or accelerator.split_batches:
+        return None
+    return gather(_processes(where))[0] or None
+
+
 def _counted_data(accelerator: Accelerator, where: str) -> list[str]:
     """The files that tell data loaders how many batches each process has had, in the middle of an epoch. Collective.
 
@@ -419,13 +437,20 @@ def _counted_data(accelerator: Accelerator, where: str) -> list[str]:
 def _data_positions(where: str, numbers: list[int]) -> tuple[int, list[str]]:
     """How many processes have saved a folder, and which data loaders' files in it are of the middle of an epoch."""
     names = folders.entries(where)
-    ranks = [int(found[1]) for name in names if (found := re.fullmatch(r"random_states_(\d+)\.pkl", name))]
-    processes = _record(where).get("num_processes")
     files = [f"dl_state_dict_{number}.bin" if number else "dl_state_dict.bin" for number in numbers]
     return (
-        processes if isinstance(processes, int) else max(ranks, default=-1) + 1,
+        _processes(where),
         [name for name in files if name in names and _within_an_epoch(os.path.join(where, name))],
     )
+
+
+def _processes(where: str) -> int:
+    """How many processes have saved a folder; 0 where nothing tells."""
+    processes = _record(where).get("num_processes")
+    if isinstance(processes, int):
+        return processes
+    names = (re.fullmatch(r"random_states_(\d+)\.pkl", name) for name in folders.entries(where))
+    return max((int(found[1]) for found in names if found), default=-1) + 1
 
 
 def _within_an_epoch(path: str) -> bool:

@@ -40,8 +40,12 @@ def load_state_dict(call: Call) -> object:
     with as_it_is():
         _, faults, cause = attempt(lambda: beginning_of(scheduler))
         engine = resume_values.engine_of(scheduler)
-        if engine is None or not isinstance(state, Mapping) or not _applies(engine, scheduler):
+        if engine is None or not isinstance(state, Mapping):
             return call()
+        if not _applies(engine, scheduler):
+            result = call()
+            resume_values.warn_of_count(engine, scheduler, state)
+            return result
         last = resume_values.own_values(engine).last
         assert last is not None
         faults = faults or refused(engine, scheduler, state, last.policy)

@@ -426,7 +426,8 @@ _WAITING = (
 )
 _COUNTS_BATCHES = (
     "the scheduler's position ({position}) counts batches of all {dp} ranks, {updates} updates, as accelerate steps: "
-    "under another data-parallel size the same position is another update"
+    "under another data-parallel size the same position is another update; where the script's lengths are multiples of "
+    "the number of ranks, give the scheduler its state with last_epoch {moved}"
 )
 UNHOOKED = (
     "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
@@ -499,9 +500,21 @@ def _counted(engine: DeepSpeedEngine, saved: Saved, beside: Beside | None) -> tu
     updates = (saved.iteration or 0) - saved.skipped
     if beside is None or not updates or saved.dp in (1, engine.seq_dp_world_size):
         return ()
+    if schedulers.is_counted_elsewhere():
+        return ()
     if beside.saved_position != updates * saved.dp:
         return ()
-    return (_COUNTS_BATCHES.format(position=beside.saved_position, updates=updates, dp=saved.dp),)
+    moved = updates * engine.seq_dp_world_size
+    return (_COUNTS_BATCHES.format(position=beside.saved_position, updates=updates, dp=saved.dp, moved=moved),)
+
+
+def warn_of_count(engine: DeepSpeedEngine, scheduler: object, state: Mapping[str, object]) -> None:
+    """Rank 0: the same where no policy was asked for, and the first state after a load is taken as it is."""
+    last = own_values(engine).last
+    if rank() == 0 and last is not None and last.policy.is_default and engine.global_steps == last.iteration:
+        beside = Beside(scheduler=scheduler, saved_position=position_in(state))
+        for warning in _counted(engine, last.saved, beside) if scheduler is not engine.lr_scheduler else ():
+            logger.warning("%s", warning)
 
 
 def amend(engine: DeepSpeedEngine, own: Own, beside: Beside) -> None:

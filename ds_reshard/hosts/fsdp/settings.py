@@ -10,10 +10,11 @@ from ds_reshard.containers.pickle_rules import trust, trust_faults
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 from ds_reshard.operations.name_map import ask_names
 from ds_reshard.operations.watching import ask, watching_faults
+from ds_reshard.resume.schedulers import ask_unit, unit_faults
 
 VERIFY_AFTER_SAVE = "verify_after_save"
 _ASKED: set[str] = set()
-_TOP = ("events", "fsdp", "names", "progress", "timeout_s", "trust")
+_TOP = ("accelerate", "events", "fsdp", "names", "progress", "timeout_s", "trust")
 
 
 _SAVED: set[str] = set()
@@ -56,6 +57,7 @@ def ask_settings(text: str, *, place: str) -> None:
         trust(held.get("trust", ()))
         if "names" in held:
             ask_names(held["names"])
+        ask_unit(held.get("accelerate", {}).get("position"))
         ask(held.get("progress"), held.get("events"), held.get("timeout_s"))
         if VERIFY_AFTER_SAVE in held.get("fsdp", {}):
             ask_to_verify(held["fsdp"][VERIFY_AFTER_SAVE])
@@ -69,6 +71,7 @@ def _mistakes(held: object, place: str) -> Iterator[Fault]:
     if not isinstance(held.get("names", ""), str):
         yield wrong_value("names", "the path of a JSON file", held["names"])
     yield from watching_faults("", held.get("progress"), held.get("events"), held.get("timeout_s"))
+    yield from unit_faults(held.get("accelerate", {}))
     names = held.get("trust", [])
     yield from trust_faults("trust", names)
     section = held.get("fsdp", {})
