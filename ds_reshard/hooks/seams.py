@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from types import FunctionType
 from typing import Any
 
 from ds_reshard.hooks.declare import Function
@@ -27,7 +28,7 @@ class Call:
     ) -> None:
         self._function = function
         self._given = args, kwargs
-        self._bound = signature.bind_partial(*args, **kwargs)  # what is missing the function itself tells
+        self._bound = _bound(function, signature, args, kwargs)
         self.passed: Mapping[str, Any] = dict(self._bound.arguments)
         self._bound.apply_defaults()
         self.arguments: Mapping[str, Any] = dict(self._bound.arguments)
@@ -45,6 +46,24 @@ class Call:
         named = changed.keys() & self._bound.signature.parameters.keys()
         self._bound.arguments = {**self.passed, **{name: changed.pop(name) for name in named}}
         return self._function(*self._bound.args, **{**self._bound.kwargs, **changed})
+
+
+def _bound(
+    function: Function, signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]
+) -> inspect.BoundArguments:
+    """The arguments by their names; the TypeError of a wrong call is the host's own, as without the hooks.
+
+    A function that others have wrapped may take more than the signature that it shows, or give some of it itself: it is
+    not called here, as that would be a call past the seam, and it tells itself what is missing.
+    """
+    plain = isinstance(function, FunctionType) and not {"__wrapped__", "__signature__"} & vars(function).keys()
+    try:
+        return signature.bind(*args, **kwargs) if plain else signature.bind_partial(*args, **kwargs)
+    except TypeError as error:
+        wrong = TypeError(f"{function.__qualname__}() {error}")
+    if plain:
+        function(*args, **kwargs)  # raises before its body
+    raise wrong
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -58,11 +59,41 @@ def test_a_call_with_other_arguments(
     assert _seam(monkeypatch, seam)(_load)(*args, **kwargs) == _load(*args, **kwargs)  # type: ignore[arg-type]
 
 
-def test_what_is_missing_is_told_as_python_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match=r"_load\(\) missing 1 required positional argument: 'folder'"):
-        _seam(monkeypatch, lambda call: call())(_load)()
-    with pytest.raises(TypeError, match=r"_load\(\) missing argument 'folder'"):
-        _seam(monkeypatch, lambda call: call["folder"])(_load)()
+def _wrapped(function: Callable[..., object]) -> Callable[..., object]:
+    return functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+
+
+def _short(folder: str, *, strict: bool = True) -> object:
+    return folder, strict
+
+
+def _said(function: Callable[..., object], *args: object, **kwargs: object) -> str:
+    with pytest.raises(TypeError) as raised:
+        function(*args, **kwargs)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), (("a", "b"), {}), (("a",), {"folder": "b"}), (("a",), {"strikt": True})]
+)
+def test_a_wrong_call_is_told_as_without_the_hooks(
+    monkeypatch: pytest.MonkeyPatch, args: tuple[object, ...], kwargs: dict[str, object]
+) -> None:
+    """The error names the host's function, and that another library has wrapped it changes nothing but for words."""
+    reached: list[Call] = []
+    seam = _seam(monkeypatch, lambda call: reached.append(call) or call["folder"])  # type: ignore[func-returns-value]
+    assert _said(seam(_short), *args, **kwargs) == _said(_short, *args, **kwargs)
+    assert not reached
+    assert _said(seam(_wrapped(_short)), *args, **kwargs).startswith("_short() ")
+
+
+def test_a_wrapper_that_takes_more_than_it_shows_is_not_called_past_the_seam(monkeypatch: pytest.MonkeyPatch) -> None:
+    @functools.wraps(_short)
+    def more(folder: str, **extra: object) -> object:
+        raise AssertionError("called past the seam")
+
+    wrong = _said(_seam(monkeypatch, lambda call: call())(more), "a", extra=1)
+    assert wrong == "_short() got an unexpected keyword argument 'extra'"
 
 
 def test_early_imports_with_the_patch() -> None:
