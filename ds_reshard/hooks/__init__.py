@@ -10,7 +10,7 @@ from __future__ import annotations
 from ds_reshard.hooks.declare import Function, HostHooks, Patch, Wrapper
 from ds_reshard.hooks.installation import Installation, install, install_on_import, refused, uninstall
 from ds_reshard.hooks.seams import Call, Seam
-from ds_reshard.hooks.status import HookStatus, installed
+from ds_reshard.hooks.status import HookStatus, in_place, installed
 
 __all__ = [
     "Call",
@@ -21,6 +21,7 @@ __all__ = [
     "Patch",
     "Seam",
     "Wrapper",
+    "in_place",
     "install",
     "install_on_import",
     "installed",

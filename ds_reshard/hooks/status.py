@@ -38,6 +38,13 @@ def installed(tables: Iterable[HostHooks]) -> tuple[HookStatus, ...]:
     return tuple(status for hooks in tables for status in _of_host(hooks))
 
 
+def in_place(hooks: HostHooks) -> bool:
+    """Whether some patch is installed, or carried by the source of a module that is loaded; reads no source."""
+    if REGISTRY.active(hooks.host) is not None:
+        return True
+    return any(patch.module in sys.modules and guard.vendored(patch) for patch in hooks.patches)
+
+
 def _of_host(hooks: HostHooks) -> list[HookStatus]:
     version = guard.installed_version(hooks)
     loaded = any(module in sys.modules for module in hooks.modules)

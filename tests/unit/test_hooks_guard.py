@@ -8,9 +8,9 @@ import sys
 import pytest
 from fake_framework import FUNCTION, METHOD, Framework, attributes, engine, patch, table, theirs
 
-from ds_reshard import hooks
+from ds_reshard import hooks, hosts
 from ds_reshard.errors import HookError
-from ds_reshard.hooks import HostHooks
+from ds_reshard.hooks import HostHooks, guard
 
 GUARDED: dict[str, tuple[HostHooks, str, str]] = {
     "version too new": (table(versions=">=1.0,<1.4", tested=()), "1.4.0", "version outside"),
@@ -147,3 +147,22 @@ def test_a_table_that_contradicts_itself_does_not_exist() -> None:
         table(patch(METHOD), patch(METHOD))
     with pytest.raises(ValueError, match="one patch or more"):
         HostHooks(host="fakeframe", distribution="fake-frame", versions="", tested=(), patches=())
+
+
+def test_whether_a_host_is_patched_opens_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked at each load of an optimizer; what is not loaded is not patched, whatever its source says."""
+
+    def opened(module: str) -> str:
+        raise AssertionError(f"{module} is read")
+
+    monkeypatch.setattr(guard, "_source", opened)
+    for name in hosts.HOSTS:
+        hosts.hooked(name)
+
+
+def test_a_source_patch_counts_once_its_module_is_loaded(framework: Framework) -> None:
+    framework(more="MARK = True\n")
+    marked = table(patch(METHOD, marker="MARK"))
+    assert not hooks.in_place(marked)
+    engine()
+    assert hooks.in_place(marked)
