@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from ds_reshard.cli.arguments import add_checkpoint, add_command, add_json, add_trust, bandwidth, count, show
+from ds_reshard.cli.doctor import version_of
 from ds_reshard.cli.render import line, printable, put, render_lines, size, table
 from ds_reshard.errors import ConfigError, ReshardError, faults_of
 from ds_reshard.operations import coming_run, read_config
@@ -168,7 +169,11 @@ def _rates(arguments: argparse.Namespace) -> tuple[ComingRun | None, tuple[str, 
     """What `lr` says of the first updates."""
     flags = arguments.flags if arguments.config is None else None  # beside a JSON they are the script's own
     try:
-        return coming_run(arguments.checkpoint, arguments.config, flags=flags, tag=arguments.tag, steps=_STEPS), ()
+        version = version_of("deepspeed")
+        made = coming_run(
+            arguments.checkpoint, arguments.config, flags=flags, tag=arguments.tag, steps=_STEPS, version=version
+        )
+        return made, ()
     except ReshardError as error:
         return None, (f"learning rates are not foreseen: {faults_of(error)[0].line()}",)
 

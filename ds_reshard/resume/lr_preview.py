@@ -352,19 +352,26 @@ def sampled(first: int, steps: int, *, stride: int = 1) -> tuple[int, ...]:
     return tuple(first + update * stride for update in sorted({1, *spread}))
 
 
+HOOKS_NEEDED = (
+    "the resume section of the JSON acts only in a run with the hooks (import ds_reshard.auto in its script, or "
+    "python -m ds_reshard.run before it): DeepSpeed alone passes over it without a word"
+)
+
+
 def _notes(config: Mapping[str, object], where: str, version: str | None, continued: Drawn | Unknown) -> list[str]:
     notes = [
         "read from the JSON alone: a scheduler, or a rate for a param group, that the script itself passes wins over "
         "it and is not seen here"
     ]
     if version != SOURCE:
-        here = "no DeepSpeed is installed here" if version is None else f"DeepSpeed {version} is installed here"
+        here = "which one will run is not known" if version is None else f"DeepSpeed {version} is installed here"
         notes.append(f"the formulas are those of DeepSpeed {SOURCE}; {here}")
     ours = config.get("ds_reshard")
     resume = ours.get("resume") if isinstance(ours, Mapping) else None
     if resume is not None:
         policy = combine([from_json(resume, place=f"{where}: ds_reshard.resume")])
         notes.append(asked_curve(policy, "the resume section of this JSON asks for"))
+        notes.append(HOOKS_NEEDED)
     if isinstance(continued, Unknown) and continued.contradicted:
         notes.append(
             "beware: the checkpoint's rates are not those of its own JSON. If the script passed a scheduler of its own "

@@ -393,6 +393,13 @@ def test_flags_of_the_script_are_the_policy(saves: Saves, tmp_path: Path, capsys
     assert main(command) == 0
     rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["report"]["rows"]}
     assert rows["iteration"]["used"] == 3
+    (tmp_path / "ds.json").write_text(
+        json.dumps({"train_batch_size": 8, "zero_optimization": {"stage": 2}, "ds_reshard": {"resume": {"rng": True}}})
+    )
+    assert main(command) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert any("acts only in a run with the hooks" in note for note in told["notes"])
+    assert not any("the formulas are those of" in note for note in told["rates"]["notes"]), "DeepSpeed 0.19.8 is here"
     auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto", "torch_adam": True}
     asked = {"train_micro_batch_size_per_gpu": "auto", "optimizer": {"type": "AdamW", "params": auto}}
     (tmp_path / "ds.json").write_text(json.dumps({**asked, "bf16": {"enabled": "auto"}}))

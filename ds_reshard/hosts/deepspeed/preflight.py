@@ -43,6 +43,7 @@ from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_setting
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
+from ds_reshard.resume.lr_preview import HOOKS_NEEDED
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
 
@@ -215,6 +216,8 @@ class _Forecasting:
         if "data_efficiency" in self.config or "curriculum_learning" in self.config:
             self.notes.append("the position of a curriculum's data sampler is not foreseen")
         ours = section(self.config, SECTION)
+        if section(ours, "resume"):
+            self.notes.append(HOOKS_NEEDED)
         if section(ours, "reshard").get("device") == "cuda":  # is asked of the job's machine, not of this one
             self.config[SECTION] = {**ours, "reshard": {**section(ours, "reshard"), "device": "auto"}}
         if self.coming.model is None and self.checkpoint is not None:
