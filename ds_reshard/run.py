@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from types import TracebackType
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.resume import policy_sources
@@ -52,23 +53,62 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Parse, install the hooks for every framework that gets imported, and run the script in this process."""
+    """Parse, install the hooks for every framework that gets imported, and run the script in this process.
+
+    Python processes that the script starts get hooks and policy, too. Where the script ends well and no load has
+    applied the policy, the end is an error of status 1.
+    """
     parser = build_parser()
     try:
         given = parser.parse_args(argv)
-        import ds_reshard.auto  # noqa: F401
+        from ds_reshard import auto
+
+        if not given.module and not os.path.isfile(given.script):
+            parser.exit(2, f"{PLACE}: no such script: {given.script}\n")
+        insists = auto.hand_on()
     except ReshardError as error:
         parser.exit(2, f"{PLACE}: {error}\n")
+    ended: SystemExit | None = None
+    try:
+        _run(given)
+    except SystemExit as end:
+        ended = end
+    except BaseException:
+        _leave_out_own_frames()
+        auto.forget_mark()
+        raise
+    try:
+        if insists and (ended is None or ended.code in (None, 0)):
+            auto.refuse_unseen()
+    except ReshardError as error:
+        parser.exit(1, f"{PLACE}: {error}\n")
+    finally:
+        auto.forget_mark()
+    if ended is not None:
+        raise ended
+
+
+def _run(given: argparse.Namespace) -> None:
     forwarded = [] if given.local_rank is None else [f"--local_rank={given.local_rank}"]
     sys.argv = [given.script, *forwarded, *given.arguments]
     if given.module:
         sys.path[0] = os.getcwd()
         runpy.run_module(given.script, run_name="__main__", alter_sys=True)
     else:
-        if not os.path.isfile(given.script):
-            parser.exit(2, f"{PLACE}: no such script: {given.script}\n")
         sys.path[0] = os.path.dirname(os.path.abspath(given.script))
         runpy.run_path(given.script, run_name="__main__")
+
+
+def _leave_out_own_frames() -> None:
+    """Have the traceback of an error that ends this process begin with the script, as without this module."""
+    show, own = sys.excepthook, {__file__, runpy.run_path.__code__.co_filename}
+
+    def shown(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        while trace is not None and trace.tb_frame.f_code.co_filename in own:
+            trace = trace.tb_next
+        show(kind, error.with_traceback(trace), trace)
+
+    sys.excepthook = shown
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import NoReturn
 
+import ds_reshard
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
 from ds_reshard.cli.arguments import (
@@ -64,6 +65,9 @@ def build_parser() -> argparse.ArgumentParser:
         commands, "hooks", help="what is patched of each framework, and what not and why", example="--all"
     )
     hooks.add_argument("--all", action="store_true", help="list every patch")
+    hooks.add_argument(
+        "--path", action="store_true", help="print the folder which, on PYTHONPATH, puts the hooks on in every process"
+    )
     add_json(hooks, _hooks)
 
     look = add_command(
@@ -176,6 +180,9 @@ def _short_of(error: Exception) -> str:
 
 
 def _hooks(arguments: argparse.Namespace) -> int:
+    if arguments.path:
+        print(os.path.join(os.path.dirname(os.path.abspath(ds_reshard.__file__)), "startup"))
+        return OK
     statuses = installed()
     if os.environ.get("DS_RESHARD_DISABLE", "") not in ("", "0"):
         why = "DS_RESHARD_DISABLE is set: import ds_reshard.auto does nothing"

@@ -178,6 +178,31 @@ def given(
     return Given(place=place, values=values, spelled=spelled, adopted=adopted & set(values))
 
 
+def from_flags(flags: Sequence[str], *, place: str) -> Given:
+    """What flags say that stand in one place alone, without a script's own; ConfigError for any other word."""
+    parser = argparse.ArgumentParser(prog=place, add_help=False, allow_abbrev=False, exit_on_error=False)
+    dests, _ = define(parser)
+    try:
+        parsed, rest = parser.parse_known_args(list(flags))
+    except argparse.ArgumentError as error:
+        raise ConfigError.of(place, str(error), mend="write it as docs/resume.md does, or unset it") from None
+    if rest:
+        raise ConfigError.of(place, f"has no such flag: {rest[0]}", mend="write the resume flags alone, or unset it")
+    return given(parsed, dests, place=place)
+
+
+def flags_of(policy: ResumePolicy) -> list[str]:
+    """The flags that ask for a policy, as `from_flags` reads them."""
+    found = []
+    for flag in FLAGS:
+        value = getattr(policy, flag.key)
+        if flag.value is not None and value == flag.value:
+            found.append(flag.names[0])
+        elif flag.value is None and value:
+            found.append(f"{flag.names[0]}={value if isinstance(value, str) else ','.join(value)}")
+    return found
+
+
 def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[str]]:
     """Add the flags that the parser has not; where the value of each will be, by dest, and the keys it had."""
     known = parser._option_string_actions
@@ -260,6 +285,28 @@ def on_asked(listener: Callable[[ResumePolicy], None]) -> None:
         listener(policy)
 
 
+_APPLIED: list[ResumePolicy] = []
+_WITNESSES: list[Callable[[], None]] = []
+
+
+def note_applied(policy: ResumePolicy) -> None:
+    """Note on every rank that a load has applied a policy; nothing where it is the default one."""
+    if not policy.is_default:
+        _APPLIED.append(policy)
+        for witness in _WITNESSES:
+            witness()
+
+
+def on_applied(witness: Callable[[], None]) -> None:
+    """Call `witness` whenever a load has applied a policy."""
+    _WITNESSES.append(witness)
+
+
+def applied() -> bool:
+    """Whether a load of this process has applied a policy."""
+    return bool(_APPLIED)
+
+
 _NO_RESUME: ContextVar[bool] = ContextVar("ds_reshard_no_resume", default=False)
 
 
@@ -306,3 +353,4 @@ def forget() -> None:
     """Forget what was asked."""
     with _LOCK:
         _PLACES.clear()
+        _APPLIED.clear()

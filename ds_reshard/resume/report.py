@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,6 +81,34 @@ class ResumeReport:
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         rows = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in lines]
         return "\n".join([f"Resumed from {self.checkpoint}", *rows, *self.warnings])
+
+
+_OF_GROUP = re.compile(r"group \d+:? (.+)")
+_ALWAYS = ("lr", "schedule position", "position", "position (samples)")
+
+
+def say_applied(report: ResumeReport, policy: ResumePolicy, *, reserve: str = "") -> None:
+    """Say in one line, for people, what a policy asked of a load, and what the first update uses by the report's rows.
+
+    Rank 0 calls this; nothing is said of a default policy. `reserve` is added: what may still change the values.
+    """
+    if policy.is_default:
+        return
+    asked = [spelled for key, spelled in policy.asked.items() if key != "report"]
+    values: dict[str, list[str]] = {}
+    for row in report.rows:
+        of_group = _OF_GROUP.fullmatch(row.name)
+        name = of_group[1] if of_group else row.name
+        if row.used is not None and (name in _ALWAYS or row.because in asked):
+            values.setdefault(name, []).append(_shown(row.used))
+    ordered = sorted(values, key=lambda name: _ALWAYS.index(name) if name in _ALWAYS else len(_ALWAYS))
+    told = ", ".join(f"{name} {_alike(values[name])}" for name in ordered)
+    say(f"{', '.join(asked) or 'resume policy'} applied to {report.checkpoint}: the first update uses {told}{reserve}")
+
+
+def _alike(shown: Sequence[str]) -> str:
+    """The values of all param groups, as one where they are alike."""
+    return shown[0] if len(set(shown)) == 1 else f"({', '.join(shown[:8])}{', ...' if len(shown) > 8 else ''})"
 
 
 def publish(report: ResumeReport, *, path: str | None = None) -> None:

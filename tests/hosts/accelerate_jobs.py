@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jobs
+import logs
 import torch
 from cases import GLOBAL_BATCH
 from late_jobs import new_accelerator, new_net
@@ -53,10 +54,11 @@ def resume(stage: int, lr: float, slope: float, folder: str, policy: dict[str, A
     import ds_reshard
 
     made = _prepare(stage, lr, slope, policy, 99)
-    with ds_reshard.install("deepspeed"):
+    with ds_reshard.install("deepspeed"), logs.first_update() as told:
         made[0].load_state(folder)
     state = made[3].scheduler.state_dict()
     kept = torch.cat([s["exp_avg"].view(-1) for s in made[1].optimizer.optimizer.state.values()]).abs().sum()
     report = ds_reshard.last_report()
     warnings = list(report.warnings) if report is not None else []
-    return {"rates": _train(*made, 50, 3), "state": sorted(state), "moments": float(kept), "warnings": warnings}
+    rates = _train(*made, 50, 3)
+    return {"rates": rates, "state": sorted(state), "moments": float(kept), "warnings": warnings, "told": told}

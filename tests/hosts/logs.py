@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -32,3 +32,21 @@ def heard(level: int = logging.WARNING) -> Iterator[list[str]]:
     finally:
         logger.removeHandler(listener)
         logger.setLevel(before)
+
+
+@contextmanager
+def first_update() -> Iterator[list[str]]:
+    """The lines that say what the first update after a load uses, for a load that was asked for something."""
+    told: list[str] = []
+    try:
+        with heard(logging.INFO) as lines:
+            yield told
+    finally:
+        told += [line for line in lines if "the first update uses" in line]
+
+
+def uses(line: str, rates: Iterable[float]) -> bool:
+    """Whether such a line says these learning rates, of each param group."""
+    shown = [f"{rate:.6g}" for rate in rates]
+    alike = shown[0] if len(set(shown)) == 1 else f"({', '.join(shown)})"
+    return f"the first update uses lr {alike}," in line

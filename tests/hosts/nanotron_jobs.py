@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import logs
 import torch
 import torch.distributed as dist
 from logs import refusal
@@ -249,7 +250,8 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
 
     context = context_of(run)
     with hooked(policy):
-        trainer = DistributedTrainer(config_for(run, context, folder, **changed))
+        with logs.first_update() if policy else contextlib.nullcontext([]) as told:
+            trainer = DistributedTrainer(config_for(run, context, folder, **changed))
         trainer.first_step()
         base = trainer.optimizer.get_base_optimizer()
         report = last_report() if dist.get_rank() == 0 else None
@@ -262,6 +264,8 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
             "metadata": asdict(trainer.metadata),
             "random": trainer.random_states["tp_synced"].torch_cpu.clone(),
             "report": report,
+            "told": told,
+            "applied": policy_sources.applied(),
             "warnings": report.warnings if report is not None else (),
             "rates": rates_of(trainer, TOTAL - trainer.lr_scheduler.last_epoch),
         }

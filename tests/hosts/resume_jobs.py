@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jobs
+import logs
 import torch
 from cases import Run, ds_config
 
@@ -190,9 +191,10 @@ def resume(
     try:
         if flags is not None:
             _parse(flags)
-        with ds_reshard.install("deepspeed"):
+        with ds_reshard.install("deepspeed"), logs.first_update() as told:
             for _ in range(1 + twice):
                 engine.load_checkpoint(folder, **(arguments or {}))
+        applied = policy_sources.applied()
     except ds_reshard.ReshardError as error:
         after = jobs.contents(engine)
         unchanged = jobs.same(before, after) and before["scheduler"] == after["scheduler"]
@@ -202,7 +204,7 @@ def resume(
     held = jobs.contents(engine)
     report = ds_reshard.last_report()
     held["report"] = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
-    held["error"] = None
+    held["error"], held["told"], held["applied"] = None, told, applied
     held["counters"] = (engine.global_steps, engine.global_samples)
     held["rates"] = used(engine, 100, more)
     held["weights_after"] = jobs.weights(engine) if weights_after else None

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from logs import uses
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 from nanotron_builder import MODEL, PEAK, STEP, Run, values, write
@@ -235,6 +236,8 @@ def test_the_schedule_is_the_one_that_was_asked_for(
     (straight,) = worlds[1].run("nanotron_jobs.uninterrupted", run=run, schedule=of_run)
     assert found["rates"] == straight[0 if expected == "from 0" else STEP :]
     assert found["moments"] == (policy.get("optimizer") != "skip")
+    assert [uses(line, found["rates"][:1]) for line in found["told"]] == [True] * bool(policy), found["told"]
+    assert found["applied"] == bool(policy)
     row = found["report"]["group 0 initial lr"]
     assert row.this_run == changed.get("learning_rate", PEAK) and row.used == found["groups"][0]["initial_lr"]
     assert any("initial learning rate is" in warning for warning in found["warnings"]) == (not policy)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from cases import Run
+from logs import uses
 from resume_jobs import Setup
 from resumed import STEPS, rates, resume, same_tensors, uninterrupted
 
@@ -86,6 +87,10 @@ def test_the_rates_are_those_of_the_policy_from_the_first_step_and_the_moments_s
     assert rates(uninterrupted(worlds, new)) != there, "the configurations must differ for this to show anything"
     assert loaded[0]["counters"][0] == STEPS
     same_tensors(saved, loaded)
+    (line,) = loaded[0]["told"]
+    assert line.startswith(f'"scheduler": "{policy}" applied to {folder}')
+    assert uses(line, [group["lr"] for group in loaded[0]["rates"][0]]), (line, loaded[0]["rates"][0])
+    assert not any(rank["told"] for rank in loaded[1:]) and all(rank["applied"] for rank in loaded)
 
 
 @pytest.mark.parametrize("kind", ["none-client", "WarmupDecayLR", "LambdaLR", "SequentialLR"])

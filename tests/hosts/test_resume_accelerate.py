@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from logs import uses
 
 pytestmark = pytest.mark.distributed
 
@@ -30,5 +31,9 @@ def test_a_scheduler_that_accelerate_keeps_follows_the_policy(
     expected = {"host": saved[0][:STEPS][:0], "override": fresh[0][STEPS:], "reset": fresh[0][:3]}[scheduler]
     if scheduler == "host":
         assert got[0] == saved[0][STEPS] and got != fresh[0][STEPS:], "base rates are the checkpoint's without a flag"
+        assert loaded[0]["told"] == []
     else:
         assert got == expected
+        before, after = loaded[0]["told"]
+        assert before.endswith("; a scheduler beside the engine sets it anew with its state")
+        assert uses(after, got[:1]) and "anew" not in after

@@ -77,6 +77,33 @@ def test_flags_that_the_script_defines_are_adopted(saved: str, interpreter: str)
     assert said == {"lr": FIRST, "position": 12, "moments": True}
 
 
+CLI = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)"
+"""A trainer's command line that starts its own ranks, as LLaMA-Factory with FORCE_TORCHRUN=1 and swift do."""
+
+
+def test_under_a_command_line_that_starts_its_own_torchrun(saved: str, tmp_path: Path) -> None:
+    """The ranks get hooks and flags by environment, and say on stderr what they made of them.
+
+    Python itself: the interpreter that has frameworks already reads no sitecustomize.
+    """
+    (tmp_path / "trainer_cli.py").write_text(CLI)
+    run = (sys.executable, "-m", "ds_reshard.run", "--override-opt-param-scheduler", "-m", "trainer_cli")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--lr", "0.4")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "OMP_NUM_THREADS": "1"}
+    env |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(
+        (*run, *torchrun, "--load", saved), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    said = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert said == [{"lr": FIRST, "position": 12, "moments": True}], done.stderr[-4000:]
+    assert done.returncode == 0
+    lines = [line for line in done.stderr.splitlines() if line.startswith("ds_reshard: --override")]
+    assert lines == [
+        f"ds_reshard: --override-opt-param-scheduler applied to {saved}/global_step3: "
+        "the first update uses lr 0.388, schedule position 12, weight_decay 0.1"
+    ]
+
+
 def test_under_deepspeeds_own_launcher(saved: str, interpreter: str) -> None:
     """`deepspeed --module ds_reshard.run` puts --local_rank before our flags."""
     launcher = Path(sys.executable).with_name("deepspeed")

@@ -100,7 +100,7 @@ COMMANDS = {
         "--trust",
         "CKPT",
     ],
-    "hooks": ["--all", "--json"],
+    "hooks": ["--all", "--json", "--path"],
     "inspect": ["--all", "--json", "--rules", "--tag", "--trust", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "--trust", "CKPT"],
     "plan": [

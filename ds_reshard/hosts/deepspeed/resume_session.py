@@ -35,6 +35,7 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_fi
 from ds_reshard.hosts.deepspeed.live import live_kind, refuse_use, restore_use
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.resume_values import (
+    WAITING,
     Own,
     Saved,
     base_rates,
@@ -49,7 +50,7 @@ from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.operations.ranks import Steps, agree, attempt, rank
 from ds_reshard.resume import policy_sources, schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import publish, unwritable
+from ds_reshard.resume.report import publish, say_applied, unwritable
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, UNKNOWN, position_of
 
 if TYPE_CHECKING:
@@ -199,6 +200,7 @@ class Resume:
         """Publish the report of a load that has ended; the load's own result. Collective where a file was asked for."""
         if result[0] is None or self.asked.module_only:
             return result
+        policy_sources.note_applied(self.policy)
         _, faults, cause = attempt(self._report) if rank() == 0 else (None, [], None)
         if self.policy.report is not None:
             agree(faults, subject=f"resume report {self.policy.report}", cause=cause)
@@ -211,6 +213,8 @@ class Resume:
         logger.info("%s", made)
         for warning in made.warnings:
             logger.warning("%s", warning)
+        waiting = "; a scheduler beside the engine sets it anew with its state" if WAITING in made.warnings else ""
+        say_applied(made, self.policy, reserve=waiting)
         publish(made, path=self.policy.report)
 
     def _from_engine(self) -> Saved:

@@ -26,7 +26,7 @@ from ds_reshard.model.during import during
 from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, rate_warning
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, rate_warning, say_applied
 from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, position_in, position_of, set_groups
 
 if TYPE_CHECKING:
@@ -420,7 +420,7 @@ _UNREAD = (
     "weight decay, and rates that the scheduler does not hold, are those of the saved DeepSpeed JSON or this run's: "
     "the optimizer's files, which say what was used, were not opened"
 )
-_WAITING = (
+WAITING = (
     "a scheduler that the engine does not own has not been given its state: until it is, its position is that of its "
     "beginning, and the resume policy takes the state that it is given"
 )
@@ -461,7 +461,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
     if not policy.keeps_iteration and not policy.finetune:
         warnings += ("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder",)
     if engine.lr_scheduler is None and own.scheduled and beside is None and not policy.is_default:
-        warnings += (_WAITING,)
+        warnings += (WAITING,)
     warnings += _counted(engine, saved, beside)
     if REGISTRY.active("deepspeed") is None and (policy.scheduler != "host" or policy.places_schedule):
         warnings += (UNHOOKED,)
@@ -528,6 +528,7 @@ def amend(engine: DeepSpeedEngine, own: Own, beside: Beside) -> None:
         rates = [row.used for row in made.rows if row.name.endswith(": lr")]
         position = made["schedule position"].used
         logger.info("%s took its state: position %s, lr %s", type(beside.scheduler).__name__, position, rates)
+        say_applied(made, own.last.policy)
         for warning in _counted(engine, own.last.saved, beside):
             logger.warning("%s", warning)
     for fault in faults:

@@ -17,7 +17,8 @@ from ds_reshard.hosts.megatron.pieces import masters_are_weights
 from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish_or_log
+from ds_reshard.resume.policy_sources import note_applied
+from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish_or_log, say_applied
 
 logger = logging.getLogger("ds_reshard")
 
@@ -76,8 +77,10 @@ def _goes_on(states: object) -> bool:
 
 def publish_training(load: Load, arguments: Namespace, iteration: int) -> None:
     """Make, log once and publish the report of a `load_checkpoint` on rank 0; other ranks do nothing."""
-    if rank() == 0 and load.found is not None:
-        _publish(load, training_report(load, arguments, iteration, measured(load)))
+    if load.found is not None:
+        note_applied(load.policy)
+        if rank() == 0:
+            _publish(load, training_report(load, arguments, iteration, measured(load)))
 
 
 def training_report(load: Load, arguments: Namespace, iteration: int, left: Left) -> ResumeReport:
@@ -107,9 +110,11 @@ def load_parameter_state(call: Call) -> object:
 
 def _publish_part(load: Load | None) -> None:
     """The same for one `load_state_dict` in a loop of the user's own, which has no iteration and no samples."""
-    if load is not None and load.own_loop and rank() == 0:
-        rows = [*_schedule(load), *_groups(load), *_states(load, measured(load))]
-        _publish(load, _report(load, rows, tuple(load.warnings)))
+    if load is not None and load.own_loop:
+        note_applied(load.policy)
+        if rank() == 0:
+            rows = [*_schedule(load), *_groups(load), *_states(load, measured(load))]
+            _publish(load, _report(load, rows, tuple(load.warnings)))
 
 
 def _report(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> ResumeReport:
@@ -119,6 +124,7 @@ def _report(load: Load, rows: list[Row], warnings: tuple[str, ...]) -> ResumeRep
 
 def _publish(load: Load, report: ResumeReport) -> None:
     logger.info("%s", report)
+    say_applied(report, load.policy)
     publish_or_log(report, load.policy.report)
 
 

@@ -21,8 +21,8 @@ from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.model.during import during
 from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
-from ds_reshard.resume.policy_sources import asked_policy
-from ds_reshard.resume.report import ResumeReport, Row, publish_or_log, unwritable
+from ds_reshard.resume.policy_sources import asked_policy, note_applied
+from ds_reshard.resume.report import ResumeReport, Row, publish_or_log, say_applied, unwritable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -60,7 +60,8 @@ class Load:
         self.rows.append(Row.of(name, saved, run, used, why))
 
     def publish(self) -> None:
-        """Log the report once and publish it, on rank 0."""
+        """Note on every rank that the policy was applied; on rank 0 log the report once and publish it."""
+        note_applied(self.policy)
         if rank() != 0:
             return
         warnings = tuple(dict.fromkeys(self.warnings))
@@ -68,6 +69,7 @@ class Load:
         publish_or_log(report, self.policy.report)
         for warning in warnings:
             logger.warning("%s", warning)
+        say_applied(report, self.policy)
         logger.info("%s", report)
 
 

@@ -469,7 +469,8 @@ def report_schedule(load: Load, scheduler: Scheduler, saved: SavedRates | None, 
                 "add --override-opt-param-scheduler to use it"
             )
     last = saved.last if saved is not None and saved.last else [None] * len(before)
-    for number, (rate, used) in enumerate(zip(last, scheduler._last_lr, strict=True)):
-        load.row(f"group {number} lr", used, why, saved=rate)
+    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
+    for number, (rate, group) in enumerate(zip(last, groups, strict=True)):
+        load.row(f"group {number} lr", group["lr"], why, saved=rate)
     if load.trainer is None:
         load.publish()

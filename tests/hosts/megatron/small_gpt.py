@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import logs
 import torch
 from devices import BACKEND, DEVICE
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -128,13 +129,14 @@ def pretrain(arguments: list[str], hooks: bool = True, asked_before: dict[str, A
     )[1]
     args = parse_and_validate_args()
     try:
-        run(
-            pretrain_cfg_container_from_args(args),
-            _datasets(),
-            model_type=ModelType.encoder_or_decoder,
-            forward_step_func=functools.partial(_forward, record),
-            model_provider=_model,
-        )
+        with logs.first_update() as told:
+            run(
+                pretrain_cfg_container_from_args(args),
+                _datasets(),
+                model_type=ModelType.encoder_or_decoder,
+                forward_step_func=functools.partial(_forward, record),
+                model_provider=_model,
+            )
     except SystemExit as end:  # how Megatron ends at --exit-interval
         if end.code not in (None, 0):
             raise
@@ -143,7 +145,13 @@ def pretrain(arguments: list[str], hooks: bool = True, asked_before: dict[str, A
         name: getattr(args, name) for name in ("iteration", "curr_iteration", "consumed_train_samples", "train_iters")
     }
     report = ds_reshard.last_report()
-    return {**record.result(), **counters, "report": report.to_json() if report is not None else None}
+    return {
+        **record.result(),
+        **counters,
+        "told": told,
+        "applied": policy_sources.applied(),
+        "report": report.to_json() if report is not None else None,
+    }
 
 
 def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:

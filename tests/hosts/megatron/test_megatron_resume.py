@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from logs import uses
 from releases import TRAINED
 from stages import CHECKPOINT, FORMATS, OVERRIDE, POSITION, SAVED, curve, row, same_state, used
 
@@ -29,6 +30,9 @@ def test_a_new_learning_rate_takes_effect_at_the_first_step_and_moments_stay(
     assert same_state(saved, resumed, EVERYTHING) == []
     assert used(resumed, "step") == [SAVED, SAVED]
     assert (resumed["samples"][:4], resumed["iteration"]) == ([20, 21, 22, 23], SAVED)
+    (line,), applied = resumed["told"], resumed["applied"]
+    assert applied, "python -m ds_reshard.run would end with an error"
+    assert line.startswith("--override-opt-param-scheduler applied to ") and uses(line, used(resumed, "lr")), line
     assert row(resumed, "group 0 max_lr") == {
         "name": "group 0 max_lr",
         "checkpoint": 3e-4,
