@@ -11,7 +11,9 @@ import torch
 from grid_cases import Grid
 
 VOCABULARY, WIDTH = 7, 6
-VOCABULARIES = {"even": 8, "megatron": 8, "short": 5}
+VOCABULARIES = {"even": 8, "megatron": 8, "short": 5, "short padded": 5}
+PADDING = {"padded": 12, "bare": 12, "short padded": 12}
+"""What a vocabulary is padded to a multiple of, where that is not the number of ranks."""
 
 
 def numbers(start: int, *shape: int) -> torch.Tensor:
@@ -423,7 +425,7 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
     mpu = Mpu(grid.tp)
     model, rank, tp = torch.nn.Module(), mpu.get_model_parallel_rank(), grid.tp
     vocabulary = VOCABULARIES.get(grid.layers, VOCABULARY)
-    padded = -(-vocabulary // tp) * tp
+    padded = -(-vocabulary // (multiple := PADDING.get(grid.layers, tp))) * multiple
     embed = torch.cat([numbers(0, vocabulary, WIDTH), torch.zeros(padded - vocabulary, WIDTH)])
     gate, up, (q, k, v) = (
         numbers(100, 8, 6),
@@ -468,7 +470,7 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
         patterns["parameter_with_sub_params"] = [parts]
     if grid.layers == "averaged":
         patterns["parameter_to_average_patterns"] = patterns.pop("tp_replicated_parameter_patterns")
-    if grid.layers not in ("unsaid", "rules", "megatron", "attributes"):
+    if grid.layers not in ("unsaid", "rules", "megatron", "attributes", "bare"):
         model.universal_checkpoint_info = {"universal_checkpoint_version": 0.2, **patterns}
     return model, mpu
 

@@ -133,6 +133,7 @@ UNSAID = mpu(1, tp=2, layers="unsaid")
 SHORT = mpu(1, tp=2, layers="short")
 ATTRIBUTES = mpu(1, tp=2, layers="attributes")
 BESIDE = {"ds_reshard": {"reshard": {"tensor_parallel": [RULES[0], RULES[2]]}}}
+UNIVERSAL = [("universal", "padded"), ("universal", "bare")]
 PADDED = [
     (CUT, mpu(1, tp=4)),
     (mpu(1, tp=4), mpu(1, 3, "bf16", tp=2)),
@@ -147,6 +148,19 @@ PADDED = [
     (mpu(2, 2, tp=2), mpu(1, 3, tp=4)),
     (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16", tp=4)),
     (mpu(2, "bf16opt", "bf16", tp=2), mpu(1, 1, "bf16", tp=4)),
+    *((mpu(1, 1, tp=2), mpu(dp, stage, layers="padded")) for dp, stage in ((2, 0), (1, 1), (1, 2), (2, 3))),
+    (mpu(1, 2, tp=2), mpu(1, 2, layers="bare")),
+    (mpu(1, 0, "bf16", tp=2), mpu(1, 1, "bf16", layers="padded")),
+    (mpu(2, 3, "bf16", tp=2), mpu(1, "bf16opt", "bf16", layers="bare")),
+    (mpu(2, 1, layers="padded"), mpu(1, 2, tp=2)),
+    (mpu(2, 2, layers="padded"), mpu(1, 1)),
+    (mpu(1, 0, layers="padded"), mpu(2, 0)),
+    (mpu(1, 1), mpu(2, 3, layers="padded")),
+    (mpu(2, 1, tp=2), mpu(1, 2, tp=2, layers="padded")),
+    (mpu(1, 3, tp=2, layers="padded"), mpu(1, 1, tp=2)),
+    (mpu(1, 0, tp=2, layers="padded"), mpu(1, 0, tp=2)),
+    (mpu(1, 1, tp=2, layers="padded"), mpu(1, 1, tp=2)),
+    (UNSAID, mpu(1, 2, layers="ruled")),
 ]
 
 
@@ -154,8 +168,33 @@ PADDED = [
 def test_rows_behind_the_vocabulary_are_zeros(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     """In weights, masters and moments, whatever was there; of 5 rows in four shards the last has none."""
     target = by_rules(target) if target.layers == "rules" else target
+    target = replace(by_rules(target), layers="bare") if target.layers == "ruled" else target
     for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)), wiped=3.0):
         assert rank["wrong"] == {}
+
+
+@pytest.mark.parametrize(("to", "layers"), [(to, "padded") for to in ("zero1", "zero3", "dcp")] + UNIVERSAL)
+def test_rows_behind_the_vocabulary_of_what_was_converted_are_zeros(
+    worlds: Any, folders: Folders, tmp_path: Path, to: str, layers: str
+) -> None:
+    """What `convert` writes for one rank has no padding, and is loaded by a run that has some.
+
+    A universal folder says of which parameter; of the others the run has to.
+    """
+    convert(str(folders(CUT)), f"{tmp_path}/out", to=to, dp=2 if to.startswith("zero") else None)
+    target = mpu(1, 1, layers=layers)
+    if to == "universal":
+        target = replace(target, config={"checkpoint": {"load_universal": True}})
+    (found,) = worlds[1].run("grid_jobs.load", grid=target, folder=f"{tmp_path}/out", wiped=3.0)
+    assert found["wrong"] == {}
+
+
+@pytest.mark.parametrize(("layers", "size"), [("short padded", 5), ("even", 8)])
+def test_a_run_with_another_vocabulary_is_refused(worlds: Any, folders: Folders, layers: str, size: int) -> None:
+    """Its patterns say 5, in 12 rows, or 8; and 7 were saved."""
+    ((error, text, whole),) = worlds[1].run("grid_jobs.refused", grid=mpu(1, layers=layers), folder=str(folders(CUT)))
+    assert error == "ModelMismatch" and f"embed: has another shape (expected [{size}, 6], found [7, 6])" in text, text
+    assert whole
 
 
 def test_weights_alone_load_whole(worlds: Any, folders: Folders) -> None:

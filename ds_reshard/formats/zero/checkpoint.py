@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
     what the user says of how tensors are divided, `whole` and `live` what a run's parameters tell of it (`Evidence`),
-    `maps` its affine maps. A size of 0 is that of the saving run.
+    `maps` its affine maps, `held` the shapes of a rank's own shards. A size of 0 is that of the saving run.
     """
 
     size: int = 1
@@ -51,6 +51,7 @@ class Row(NamedTuple):
     whole: Mapping[str, Shape] = MappingProxyType({})
     live: Mapping[str, Rule | None] = MappingProxyType({})
     maps: Mapping[object, object] = MappingProxyType({})
+    held: Mapping[str, Shape] = MappingProxyType({})
 
 
 ALONE = Row()
@@ -315,16 +316,16 @@ def reshaped(listing: Listing, grid: Grid, row: Row) -> bool:
 
 
 def _cut_otherwise(listing: Listing, row: Row, first: str, model: ModelStates) -> bool:
-    """Whether a run with AutoTP cuts parameters otherwise than as many ranks have saved them; alike on each rank.
+    """Whether a run cuts parameters, or pads vocabularies, otherwise than as many ranks have saved them; alike on each.
 
     So each asks the file of the first; `model` is that of this rank, which may be it.
     """
-    from ds_reshard.formats.zero.rows import cut_otherwise
+    from ds_reshard.formats.zero.rows import cut_otherwise, padded_otherwise
 
-    if not row.maps or listing.experts:
+    if not (row.maps or row.held) or listing.experts:
         return False
-    same = model.path == listing.path(first)
-    return cut_otherwise(model if same else listing.read(first, read_model_states), row)
+    saved = model if model.path == listing.path(first) else listing.read(first, read_model_states)
+    return padded_otherwise(saved, row) or (bool(row.maps) and cut_otherwise(saved, row))
 
 
 def layout_of(listing: Listing, placements: Iterable[Placement], shards: Mapping[str, int]) -> Layout:

@@ -165,7 +165,9 @@ def _found(
     parameters = parameters_of(models[0], shapes)
     whole: dict[str, Division] = {}
     if len(models) == 1:
-        whole = {name: replicated(held, "whole") for name, held in parameters.items() if not _ruled(name, row)}
+        padded = vocabularies(models[0], parameters, row)
+        plain = {name: held for name, held in parameters.items() if name not in padded and not _ruled(name, row)}
+        whole = {name: replicated(held, "whole") for name, held in plain.items()}
     divided = {name: held for name, held in parameters.items() if name not in whole}
     evidence = evidence_of(models[0])._replace(whole=row.whole, live=row.live)
     found, unknown = divisions(divided, evidence, row.rules)
@@ -186,6 +188,28 @@ def evidence_of(model: ModelStates) -> Evidence:
     info = model.entries.get("universal_checkpoint_info")
     size = section(model.config, "tensor_parallel").get("autotp_size")
     return Evidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
+
+
+def vocabularies(
+    model: ModelStates, shards: Mapping[str, Sequence[Shape]], row: Row, *, info: Mapping[str, object] | None = None
+) -> dict[str, Division]:
+    """The parameters whose last rows are padding, as rules, `info` or else the model file say."""
+    evidence = evidence_of(model) if info is None else Evidence(info)
+    if "original_vocab_size" not in evidence.info and not any(rule.vocabulary for rule in row.rules):
+        return {}
+    found, _ = divisions(shards, evidence, row.rules)
+    return {name: division for name, division in found.items() if division.vocabulary}
+
+
+def padded_otherwise(saved: ModelStates, row: Row) -> bool:
+    """Whether a run has other rows of a vocabulary than as many ranks have saved: then its ends are others, too."""
+    shapes = {**{name: one.shape for name, one in saved.module.items() if prod(one.shape)}, **saved.trainable}
+    other = {
+        name: [shapes[name]] * row.size
+        for name, own in row.held.items()
+        if own != shapes.get(name, own) and 0 not in own
+    }
+    return bool(other) and bool(vocabularies(saved, other, row))
 
 
 def cut_otherwise(saved: ModelStates, row: Row) -> bool:

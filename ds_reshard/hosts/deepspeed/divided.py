@@ -7,6 +7,7 @@ module_inject/auto_ep_layer.py).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,14 +16,18 @@ from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.patterns import Patterns
-from ds_reshard.formats.zero.rows import uncovered, unknown_faults
-from ds_reshard.formats.zero.tensor_parallel import Evidence, Rule, affine_maps, divisions
+from ds_reshard.formats.zero.rows import uncovered, unknown_faults, vocabularies
+from ds_reshard.formats.zero.tensor_parallel import Evidence, Rule, affine_maps, divided, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
 from ds_reshard.model.region import Box, Part
+from ds_reshard.operations.ranks import rank
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
+
+
+logger = logging.getLogger("ds_reshard")
 
 
 class Share(NamedTuple):
@@ -38,7 +43,7 @@ def run_shares(
 ) -> tuple[dict[str, Share], list[Fault]]:
     """What this rank has of the parameters that others share with it: none where the checkpoint has the same parts."""
     if not checkpoint.rows or grid.row.size == 1:
-        return dict(_of_experts(engine)), []
+        return {**dict(_of_experts(engine)), **_padded(engine, grid, checkpoint)}, []
     info = _info(engine)
     local = {name: param_shape(param) for name, param in engine.module.named_parameters()}
     maps = affine_maps(info)
@@ -64,6 +69,26 @@ def run_shares(
     every = {name: first[id(param)] for name, param in engine.module.named_parameters(remove_duplicate=False)}
     own = {name: Share(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
     return {name: own[owner] for name, owner in every.items() if owner in own}, faults
+
+
+def _padded(engine: DeepSpeedEngine, grid: LiveGrid, checkpoint: ZeroCheckpoint) -> dict[str, Share]:
+    """Vocabularies of which a run without tensor parallelism has more rows: those behind the saved ones are padding.
+
+    As the run's own patterns or rules say, by whose size the saved one must be; or else the checkpoint's.
+    """
+    model, saved = checkpoint.model, {name: one.shape for name, one in checkpoint.divided.items() if one.vocabulary}
+    shapes = {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes, **model.trainable}
+    shapes |= saved
+    held = {name: param_shape(param) for name, param in engine.module.named_parameters(remove_duplicate=False)}
+    more = {name: [own] for name, own in held.items() if own[:1] > shapes.get(name, own)[:1]}
+    said = vocabularies(model, more, grid.row, info=_info(engine)) if more else {}
+    for name in more.keys() & saved.keys() - said.keys():
+        own, size = held[name], saved[name][0]
+        if own[1:] == saved[name][1:]:
+            said[name] = divided(own, 0, [own[:1]], "saved", vocabulary=size)
+            if not rank():
+                logger.warning("%s: its rows behind the saved vocabulary of %d are padding, and zeros", name, size)
+    return {name: Share(one.shape, one.ranks[0]) for name, one in said.items()}
 
 
 def _info(engine: DeepSpeedEngine) -> Mapping[str, object]:
@@ -98,7 +123,8 @@ def told_by_parameters(engine: DeepSpeedEngine, row: Row) -> Row:
             stride = getattr(parameter, "partition_stride", 1)
             one = Rule(name, replicated=True) if not cut else Rule(name, dim=dim, parts=stride)
             live[name] = one if not cut or dim or stride > 1 else None
-    return row._replace(whole=whole, live=live, maps=affine_maps(_info(engine)) if row.size > 1 else {})
+    held = {name: param_shape(parameter) for name, parameter in engine.module.named_parameters()}
+    return row._replace(whole=whole, live=live, maps=affine_maps(_info(engine)) if row.size > 1 else {}, held=held)
 
 
 def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
