@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,3 +81,76 @@ def load_after_decoupled_save(run: Run, model: Model, folder: str) -> list[str]:
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
     return [*order, "load"]
+
+
+def load_with_one_faulty_rank(run: Run, model: Model, folder: str) -> str:
+    """A pending save, behind which ranks wait for each other; the last rank's own settings are wrong."""
+    import ds_reshard
+
+    engine = build(run, model, seed=99)
+    engine.checkpoint_engine.is_decoupled = lambda: True
+    engine._commit_decoupled_checkpoint = torch.distributed.barrier
+    if torch.distributed.get_rank() == run.dp - 1:
+        engine._config._param_dict["ds_reshard"] = {"nonsense": 1}
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder)
+    except ds_reshard.ReshardError as error:
+        return str(error)
+    return "no error"
+
+
+def load_under_wrappers(run: Run, model: Model, folder: str, bad: str) -> list[Any]:
+    """Steps that a monitor counts: wrapped before loads, and once more between a load that fails and one that does not.
+
+    What is not a method of the class stays, too.
+    """
+    import jobs
+
+    import ds_reshard
+
+    engine, counted = build(run, model, seed=99), [0, 0]
+
+    def wrap(number: int) -> None:
+        own = engine.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            counted[number] += 1
+            return own(*args, **kwargs)
+
+        engine.step = step
+
+    wrap(0)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+        jobs.train(engine, 0, 1)
+        told: list[Any] = [jobs.outcome(lambda: engine.load_checkpoint(bad))]
+        wrap(1)
+        told.append(jobs.outcome(lambda: jobs.train(engine, 1, 1)))
+        engine.load_checkpoint(folder)
+        jobs.train(engine, 1, 1)
+    return [*told, counted]
+
+
+def give_own_state(run: Run, model: Model, folder: str, reshard: dict[str, Any] | None, steps: int = 0) -> list[str]:
+    """Save the state of each rank's ZeRO optimizer by hand, or give the engine's the states of all saved ranks."""
+    import jobs
+
+    import ds_reshard
+
+    own = Path(folder) / f"optimizer_{torch.distributed.get_rank()}.pt"
+    if reshard is None:
+        engine = build(run, model)
+        jobs.train(engine, 0, 2)
+        torch.save(engine.optimizer.state_dict(), own)
+        return []
+    run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
+    engine = build(run, model, seed=99)
+    jobs.train(engine, 0, steps)
+    states = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("optimizer_*.pt"))]
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.optimizer.load_state_dict(states)
+        except ds_reshard.ReshardError as error:
+            return [type(error).__name__, str(error)]
+    return []

@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import Model, Run
 from gathered import assert_same
+from harms import flip
 from saves import Saves
 
 from ds_reshard.errors import UnsupportedLayout
@@ -182,3 +183,59 @@ def test_quantized_weights_are_not_converted(worlds: Any, tmp_path: Path, to: st
     dp = 1 if to in ("zero1", "zero3", "dcp") else None
     with pytest.raises(UnsupportedLayout, match=r"tower\.weight: was saved quantized"):
         convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to=to, dp=dp)
+
+
+def test_a_rank_that_is_refused_does_not_leave_others_waiting(worlds: Any, saves: Saves) -> None:
+    """A pending save ends in a barrier, which every rank reaches before its own settings are looked at."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    told = worlds[2].run("refused_jobs.load_with_one_faulty_rank", run=Run(1, 2), model=MODEL, folder=str(folder))
+    assert len(set(told)) == 1 and "nonsense" in told[0]
+
+
+@pytest.mark.parametrize(
+    ("dp", "always", "expected"),
+    [
+        (2, False, ["done", "done", [3, 2]]),  # DeepSpeed loads, and sees no damage
+        (2, True, ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
+        (1, False, ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
+    ],
+)
+def test_what_others_put_on_the_engine_stays_there(
+    worlds: Any, saves: Saves, tmp_path: Path, dp: int, always: bool, expected: list[Any]
+) -> None:
+    """A wrapper around `engine.step` sees each update: after loads of either loader, and one that has failed."""
+    folder, _ = saves(Run(2, 2), MODEL)
+    bad = Path(shutil.copytree(folder, tmp_path / "bad"))
+    flip("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "/data/")(bad / "global_step3")
+    run = Run(2, dp, config={"ds_reshard": {"reshard": {"always": always}}})
+    asked = {"run": run, "model": MODEL, "folder": str(folder), "bad": str(bad)}
+    for told in worlds[dp].run("refused_jobs.load_under_wrappers", **asked):
+        assert told == expected
+
+
+OWN = [(Run(stage, 2), Run(stage, ranks)) for stage in (1, 2, 3, "bf16") for ranks in (1, 2)]
+
+
+@pytest.mark.parametrize(("source", "target"), OWN, ids=str)
+def test_a_state_that_the_script_gives_the_optimizer_itself(
+    worlds: Any, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """Shards of other ranks, of which DeepSpeed takes what fits, and a policy that nobody applies are refused.
+
+    What a run that has trained goes back to is no resume.
+    """
+    job, model = "refused_jobs.give_own_state", Model(scheduler=False)
+    worlds[source.dp].run(job, run=source, model=model, folder=str(tmp_path), reshard=None)
+
+    def told(resume: dict[str, Any], steps: int = 0) -> list[list[str]]:
+        asked = {"resume": resume} if resume else {}
+        said = {"run": target, "model": model, "folder": str(tmp_path), "reshard": asked, "steps": steps}
+        found: list[list[str]] = worlds[target.dp].run(job, **said)
+        return found
+
+    for error, text in told({"scheduler": "override"}):
+        assert error == "ConfigError" and '"scheduler": "override": cannot be applied' in text
+    plain = {tuple(one[:1]) for steps in (0, 1) for one in told({}, steps)}
+    assert plain == ({()} if source.dp == target.dp else {("UnsupportedLayout",)})
+    if source.dp == target.dp:
+        assert told({"scheduler": "override"}, 1) == [[]] * target.dp

@@ -23,6 +23,22 @@ def _scheduler(target: str, parameter: str) -> Patch:
     )
 
 
+_OPTIMIZERS = tuple(
+    Patch(
+        target=f"deepspeed.runtime.{target}.load_state_dict",
+        wrapper=_seam("own_state:load_state_dict"),
+        signature=(parameter,),
+        summary="refuses resume flags, and shards of other ranks, where a script gives the optimizer its state itself",
+        optional=True,
+    )
+    for target, parameter in (
+        ("zero.stage_1_and_2:DeepSpeedZeroOptimizer", "state_dict_list"),
+        ("zero.stage3:DeepSpeedZeroOptimizer_Stage3", "state_dict_list"),
+        ("bf16_optimizer:BF16_Optimizer", "state_dict_list"),
+        ("fp16.fused_optimizer:FP16_Optimizer", "state_dict"),
+        ("fp16.unfused_optimizer:FP16_UnfusedOptimizer", "state_dict"),
+    )
+)
 _SCHEDULERS = (
     *(
         _scheduler(f"torch.optim.lr_scheduler:{name}", "state_dict")
@@ -96,6 +112,7 @@ HOOKS = HostHooks(
             signature=(),
             summary="names the numbers of ranks that a global batch can be divided among, where this is none of them",
         ),
+        *_OPTIMIZERS,
         *_SCHEDULERS,
     ),
     instead=(

@@ -10,7 +10,7 @@ is newer than 0.19.5; without it there are no gaps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -309,17 +309,34 @@ _GUARDED = ("step", "train_batch", "save_checkpoint", "save_16bit_model", "save_
 """What trains and saves; a pipeline's `train_batch` makes its step without `step` (runtime/pipe/engine.py, 0.19.8)."""
 
 
+_REFUSED = "_ds_reshard_refused"
+"""The attribute of an engine that is refused: by name, what refuses, and what stood there of the instance's own."""
+
+
 def refuse_use(engine: DeepSpeedEngine, why: str) -> None:
     """Let the engine neither step nor save: it may hold half a checkpoint."""
+    restore_use(engine)
+    held = engine.__dict__
+    held[_REFUSED] = {name: (_refusing(engine, name, why), held.get(name)) for name in _GUARDED}
+    held.update({name: refuse for name, (refuse, _) in held[_REFUSED].items()})
 
-    def refuse(*_: object, **__: object) -> object:
-        raise EngineUnusable(f"{why}: the engine may hold parts of it; load a good checkpoint or build the engine anew")
 
-    for name in _GUARDED:
-        object.__setattr__(engine, name, refuse)
+def _refusing(engine: DeepSpeedEngine, name: str, why: str) -> Callable[..., object]:
+    own = engine.__dict__.get(name)
+
+    def refuse(*args: object, **kwargs: object) -> object:
+        if _REFUSED in engine.__dict__:
+            mend = "load a good checkpoint or build the engine anew"
+            raise EngineUnusable(f"{why}: the engine may hold parts of it; {mend}")
+        # somebody has wrapped this meanwhile
+        return (own or getattr(type(engine), name).__get__(engine))(*args, **kwargs)
+
+    return refuse
 
 
 def restore_use(engine: DeepSpeedEngine) -> None:
-    """Undo `refuse_use`, after a load that succeeded."""
-    for name in _GUARDED:
-        engine.__dict__.pop(name, None)
+    """Undo `refuse_use`, after a load that succeeded: what others have put on the engine stays."""
+    for name, (refuse, own) in engine.__dict__.pop(_REFUSED, {}).items():
+        if engine.__dict__.get(name) is refuse:
+            del engine.__dict__[name]
+            engine.__dict__.update({name: own} if own is not None else {})

@@ -125,7 +125,8 @@ def load_checkpoint(call: Call) -> Result:
 
 
 def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
-    """This rank's settings, policy and engine; a pending save is finished first."""
+    """This rank's settings, policy and engine; a pending save is finished first, as ranks wait for each other there."""
+    _commit_pending_save(engine)
     settings = parse_settings(engine._config._param_dict)
     settings = replace(settings, trust=trusted(settings.trust))
     policy = policy_of(engine, settings, module_only=module_only)
@@ -135,7 +136,6 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     by_universal = bool(features) and engine.load_universal_checkpoint()
     if not settings.enabled or by_universal or live_kind(engine) == "offload":
         return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
-    _commit_pending_save(engine)
     live, grid = live_optimizer(engine), live_grid(engine)
     row = grid.row._replace(rules=settings.tensor_parallel)
     grid = replace(grid, row=told_by_parameters(engine, row) if not grid.parts else row)
