@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -109,6 +110,19 @@ def test_a_folder_without_latest_gives_none(worlds: Any, saves: Saves, tmp_path:
     assert loaded[0]["path"] is None and loaded[0]["client_keys"] == []
     loaded = worlds[2].run("load", run=Run(3, 2), model=MODEL, folder=str(tmp_path / "nothing"))
     assert loaded[0]["path"] is None
+
+
+@pytest.mark.parametrize("now", [Run(3, 2), Run(2, 2)], ids=["resharded", "unchanged"])
+def test_the_folder_of_a_tag(worlds: Any, saves: Saves, tmp_path: Path, now: Run) -> None:
+    """DeepSpeed finds no tag in it, warns and loads nothing: refused, and the error's line loads it."""
+    folder, saved = saves(Run(2, 2), MODEL)
+    given = next(path for path in Path(folder).iterdir() if path.is_dir())
+    for more in ({}, {"load_module_only": True}):
+        refused = worlds[2].run("load_refused", run=now, model=MODEL, folder=str(given), **more)
+        assert {r["error"] for r in refused} == {"CheckpointNotFound"} and all(r["unchanged"] for r in refused)
+    line = re.search(r"give its parent and its name: '(.+)', tag='(.+)'", refused[0]["text"])
+    assert line is not None and Path(line[1]) == Path(folder).resolve()
+    assert_same(saved, worlds[2].run("load", run=now, model=MODEL, folder=line[1], tag=line[2]))
 
 
 def test_frozen_parameters_left_out_of_the_save(worlds: Any, tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, as_faults, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ReshardError,
+    UnsupportedLayout,
+    as_faults,
+    raise_faults,
+)
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, Sizes, ZeroCheckpoint, missing, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
@@ -158,7 +166,7 @@ def look(
             if tag == "" or (tag is None and is_url(load_dir)):
                 return Found(faults=(_no_latest(load_dir, tag_files(universal=universal)),))
         if tag is None:
-            return Found()
+            return Found(faults=tuple(_tag_itself(load_dir)))
         refuse_elsewhere(load_dir, str(tag))
         folder = os.path.join(load_dir, str(tag))
         if not folders.is_folder(folder):
@@ -321,6 +329,19 @@ def _no_latest(load_dir: str, files: Sequence[str]) -> Fault:
         what = "is a file, and no folder" if folders.exists(load_dir) else "does not exist"
         mend = "check the URL; where a run begins without a checkpoint, do not load one"
     return CheckpointNotFound.fault(load_dir, what, mend=mend)
+
+
+def _tag_itself(load_dir: str) -> Iterator[Fault]:
+    """A fault for the folder of one tag in place of its parent: DeepSpeed warns that it finds no tag in it, and loads
+    nothing (`DeepSpeedEngine.load_checkpoint`, runtime/engine.py, 0.14 to 0.19).
+    """
+    try:
+        find_listing(load_dir, None)
+    except ReshardError:
+        return  # nothing is there: a run begins where it will save
+    parent, name = os.path.split(os.path.realpath(load_dir))
+    what = "is the folder of one tag, in which DeepSpeed finds no tag: it would load nothing, and the run begin anew"
+    yield CheckpointNotFound.fault(load_dir, what, mend=f"give its parent and its name: {parent!r}, tag={name!r}")
 
 
 def _no_tag(load_dir: str, tag: str, *, given: bool) -> Fault:

@@ -6,6 +6,7 @@ What it does was seen of 0.18.2 and 0.19.2, cell by cell (docs/megatron.md has t
 from __future__ import annotations
 
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ds_reshard.errors import (
     CheckpointNotFound,
     ConfigError,
     Fault,
+    ReshardError,
     UnsafePickle,
     UnsupportedLayout,
     raise_faults,
@@ -35,6 +37,7 @@ from ds_reshard.formats.megatron.checkpoint import (
 )
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
+from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.policy import ResumePolicy
 
 _SIZES = {
@@ -92,13 +95,75 @@ class Saved:
 def find_saved(arguments: Namespace) -> Saved | None:
     """What `--load` names, None for what is left to Megatron: nothing there, another format, a release.
 
-    Also where files of Megatron's own choice come first: local checkpoints, or `--pretrained-checkpoint`.
+    Also where files of Megatron's own choice come first: local checkpoints, or `--pretrained-checkpoint`. Raises
+    CheckpointNotFound where a checkpoint is there and Megatron would find none.
     """
     path = getattr(arguments, "load", None)
-    apart = ("use_megatron_fsdp", "use_torch_fsdp2")
-    if path is None or any(getattr(arguments, name, None) for name in apart):
+    if path is None:
         return None
     folders.renew(path)
+    apart = any(getattr(arguments, name, None) for name in ("use_megatron_fsdp", "use_torch_fsdp2"))
+    saved = None if apart else _saved(arguments, path)
+    if saved is None and not folders.is_file(os.path.join(path, TRACKER)):
+        looked_in = _looked_in(arguments, path)
+        if looked_in is not None and looked_in[0] == path:
+            raise_faults(_passed_over(path.rstrip("/")), subject=f"loading {path}")
+    return saved
+
+
+def _passed_over(path: str) -> Iterator[Fault]:
+    """A checkpoint where Megatron sees no tracker file, and begins anew, as if all were well.
+
+    `_load_base_checkpoint` of training/checkpointing.py, 0.18.2 and 0.19.2.
+    """
+    given = path if is_url(path) else os.path.realpath(path)
+    for folder in (given, os.path.dirname(given)):
+        step = os.path.basename(folder)
+        if _ITERATION.fullmatch(step) and _is_iteration(folder):
+            what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
+            yield CheckpointNotFound.fault(path, what, mend=_parent(os.path.dirname(folder), step))
+            return
+    there = sorted(filter(_ITERATION.fullmatch, folders.names(given))) if folders.is_folder(given) else []
+    there = [step for step in there if _is_iteration(os.path.join(given, step))]
+    if there:
+        what = f"has no file {TRACKER}, without which Megatron-LM would begin anew"
+        mend = f"{_parent(given, there[-1])}; or move {', '.join(there[-12:])} away, to begin anew"
+        yield CheckpointNotFound.fault(path, what, mend=mend)
+        return
+    try:
+        found = find_listing(given, None)
+    except ReshardError:
+        return
+    what, mend = f"is a checkpoint of {found.format.name}, of which Megatron-LM sees nothing: it would begin anew", ""
+    if _is_iteration(found.folder):
+        count = read_common(found.folder)[0].get("iteration")
+        what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
+        mend = f"move it to DIR/{iteration_name(str(count))}, write {count} into DIR/{TRACKER}, and give --load DIR"
+    yield CheckpointNotFound.fault(
+        path, what, mend=mend or f"ds-reshard convert {path} DIR --to megatron, and give --load DIR"
+    )
+
+
+_ITERATION = re.compile(r"iter_\d{7,}|release")
+
+
+def _is_iteration(folder: str) -> bool:
+    return folders.is_folder(folder) and (is_megatrons(folder) or is_torch_format(folder))
+
+
+def _parent(folder: str, step: str) -> str:
+    """The line that loads an iteration of the folder of `--save`."""
+    number = step if step == "release" else str(int(step.removeprefix("iter_")))
+    tracker = os.path.join(folder, TRACKER)
+    latest = latest_iteration(folder) if folders.is_file(tracker) else ""
+    if number == latest:
+        return f"give --load {folder}"
+    if not latest.isdecimal() or number == "release":
+        return f"write {number} into {tracker}, and give --load {folder}"
+    return f"give --load {folder} --ckpt-step {number}"
+
+
+def _saved(arguments: Namespace, path: str) -> Saved | None:
     try:
         looked_in = _looked_in(arguments, path)
         if looked_in is None or not folders.is_file(os.path.join(looked_in[0], TRACKER)):

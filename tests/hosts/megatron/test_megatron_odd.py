@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from argparse import Namespace
 from pathlib import Path
@@ -13,6 +14,7 @@ from saved_worlds import DISTRIBUTED, GATED
 from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
 
 import ds_reshard.operations as tools
+from ds_reshard.cli.main import main
 from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.formats.megatron.torch_dist import saved_tensors
 from ds_reshard.hosts.megatron.training import announced_format_faults, format_faults
@@ -166,3 +168,71 @@ def test_a_format_in_which_nothing_can_be_chosen_is_named(name: str, tmp_path: P
     for policy in (ResumePolicy(), ResumePolicy(rng=False), ResumePolicy(report="x.json")):
         assert announced_format_faults(policy, arguments) == []
     assert format_faults("x", "legacy", asked[0]) == format_faults("x", "global", asked[0]) == []
+
+
+PLACES = {
+    "an iteration": lambda folder: folder / "iter_0000005",
+    "a rank of an iteration": lambda folder: folder / "iter_0000005" / "mp_rank_00",
+    "a link to an iteration": lambda folder: _linked(folder),
+    "no tracker": lambda folder: _without_tracker(folder, folder),
+    "an iteration, no tracker": lambda folder: _without_tracker(folder, folder / "iter_0000005"),
+    "another iteration": lambda folder: _later(folder),
+}
+
+
+def _linked(folder: Path) -> Path:
+    (folder.parent / "link").symlink_to(folder / "iter_0000005")
+    return folder.parent / "link"
+
+
+def _without_tracker(folder: Path, given: Path) -> Path:
+    (folder / "latest_checkpointed_iteration.txt").unlink()
+    return given
+
+
+def _later(folder: Path) -> Path:
+    shutil.copytree(folder / "iter_0000005", folder / "iter_0000009")
+    (folder / "latest_checkpointed_iteration.txt").write_text("9", encoding="utf-8")
+    return folder / "iter_0000005"
+
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [
+        *(("torch-bf16", place) for place in PLACES),
+        *(("dist-sharded", place) for place in PLACES if "rank" not in place),
+    ],
+)
+def test_a_checkpoint_that_megatron_would_pass_over(stages: Any, kind: str, place: str) -> None:
+    """It begins anew and goes on from random weights: refused, and the line of the error loads it."""
+    saved = stages.first("0.19.2", FORMATS[kind])
+    folder = Path(shutil.copytree(saved.folder, stages.folder() / "copy"))
+    given = PLACES[place](folder)
+    for flags in ("", OVERRIDE):
+        told = stages.untouched("0.19.2", flags, options=FORMATS[kind], folder=given)
+        assert (told["refused"], told["changed"]) == ("CheckpointNotFound", [])
+        assert "Megatron-LM would begin anew" in told["message"] and str(folder) in told["message"]
+    wrote = re.search(r"write (\d+) into (\S+),", told["message"])
+    if wrote is not None:
+        Path(wrote[2]).write_text(wrote[1], encoding="utf-8")
+    line = re.search(r"give (--load) ([^\s;]+)(;.*| --ckpt-step \d+)?$", told["message"], re.MULTILINE)
+    assert line is not None and Path(line[2]) == folder
+    step = (line[3] or "").partition(";")[0]
+    assert step == (" --ckpt-step 5" if place == "another iteration" else "")
+    resumed = stages.second("0.19.2", f"{OVERRIDE}{step}", options=FORMATS[kind], folder=folder)[0]
+    assert same_state(saved.ranks[0], resumed, EVERYTHING) == []
+
+
+def test_a_checkpoint_of_another_framework_is_no_beginning(stages: Any) -> None:
+    """Of DeepSpeed: the line converts it. A folder that holds none, and one that is not there, begin a run."""
+    source = stages.first("0.19.2", FORMATS["dist-sharded"])
+    place, options = stages.folder(), FORMATS["dist-sharded"]
+    tools.convert(str(source.folder), str(place / "zero2"), to="zero2", dp=2)
+    told = stages.untouched("0.19.2", options=options, folder=place / "zero2")
+    line = re.search(r"ds-reshard (convert \S+) DIR (--to megatron), and give --load DIR", told["message"])
+    assert told["refused"] == "CheckpointNotFound" and line is not None
+    assert main([*line[1].split(), str(place / "out"), *line[2].split()]) == 0
+    resumed = stages.second("0.19.2", OVERRIDE, options=options, folder=place / "out")[0]
+    assert same_state(source.ranks[0], resumed, EVERYTHING) == []
+    for folder in (stages.folder(), place / "nothing"):
+        assert stages.second("0.19.2", options=options, folder=folder)[0]["report"] is None
