@@ -165,6 +165,15 @@ def innermost(wrapper: object) -> object:
     return wrapper
 
 
+def has_moments(optimizer: object) -> bool:
+    """Whether a state of an optimizer on this rank, of more than one value, is other than zero."""
+    states = getattr(innermost(optimizer), "state", None)
+    entries = states.values() if isinstance(states, Mapping) else ()
+    values = (value for entry in entries if isinstance(entry, Mapping) for value in entry.values())
+    looks = (getattr(value, "any", None) for value in values if len(getattr(value, "shape", ())))
+    return any(bool(look()) for look in looks if callable(look))
+
+
 class Beginning:
     """A scheduler as it was when its run began, to be put at any position of its own schedule.
 

@@ -179,13 +179,21 @@ def resume(
     save_to: str | None = None,
     weights_after: bool = False,
     dead_proxy: bool = False,
+    stepped: int = 0,
 ) -> dict[str, Any]:
-    """Load under the setup's policy and the flags; what is held then, and what the next steps use."""
+    """Load under the setup's policy and the flags; what is held then, and what the next steps use.
+
+    A run that has `stepped` has asked for a checkpoint before, and found none.
+    """
     import ds_reshard
     from ds_reshard.resume import policy_sources
 
     engine = make(setup, seed=99)
     dead = weakref.proxy(torch.nn.Linear(1, 1)) if dead_proxy and torch.distributed.get_rank() == 0 else None
+    if stepped:
+        with ds_reshard.install("deepspeed"):
+            assert engine.load_checkpoint(f"{folder}/nothing") == (None, None)
+        jobs.train(engine, 50, stepped)
     before = jobs.contents(engine)
     policy_sources.forget()
     try:

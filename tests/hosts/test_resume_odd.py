@@ -129,3 +129,17 @@ def test_rates_that_are_tensors_are_reported(worlds: Any, kept: Any, tmp_path: P
     loaded = resume(worlds, new, folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
     assert loaded[0]["rates"][0][0]["lr"] == 0.5 and path.is_file()
+
+
+@pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
+def test_a_load_without_moments_into_a_run_that_has_stepped(worlds: Any, kept: Any, now: Run) -> None:
+    """Refused, whenever the engine was first looked at; what DeepSpeed's own argument leaves, the report tells."""
+    folder, _ = kept(Setup(run=Run(2, 2)))
+    for flag in ("--no-load-optim", "--load-masters-only", "--finetune"):
+        for refused in resume(worlds, Setup(run=now), folder, flags=[flag], stepped=2):
+            assert refused["error"] == "ConfigError" and refused["unchanged"], refused.get("text")
+            assert "has taken steps or loaded before: its moments are not fresh" in refused["text"]
+    for stepped, said in ((0, "anew"), (2, "as before this load")):
+        loaded = resume(worlds, Setup(run=now), folder, arguments={"load_optimizer_states": False}, stepped=stepped)
+        rows = {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}
+        assert (rows["moments"], rows["fp32 masters"]) == (said, "from weights")

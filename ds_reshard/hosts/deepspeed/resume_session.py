@@ -290,7 +290,7 @@ def _against_arguments(engine: DeepSpeedEngine, request: Request, policy: Resume
         what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
         faults.append(fault("zero_optimization.load_from_fp32_weights: false", what, mend))
-    if not policy.loads_moments and (own.begun or own.last is not None):
+    if not policy.loads_moments and (own.begun or own.last is not None or engine.global_steps > 0):
         what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
         faults.append(fault("the running engine", what, "build the engine anew for a load without moments"))
     if policy.dataloader == "reset" and own.sampler is None and not policy_sources.adopted("dataloader"):

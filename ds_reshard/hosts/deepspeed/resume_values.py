@@ -27,7 +27,16 @@ from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, rate_warning, say_applied
-from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, position_in, position_of, set_groups
+from ds_reshard.resume.schedulers import (
+    DEEPSPEED,
+    UNKNOWN,
+    Beginning,
+    has_moments,
+    innermost,
+    position_in,
+    position_of,
+    set_groups,
+)
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
@@ -449,7 +458,7 @@ def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeRe
         _position(engine, saved, policy, beside),
         *_group_rows(engine, own, saved, policy),
         Row.of("clip_grad", saved.clip_grad, own.clip_grad, clip, because(policy, "clip_grad")),
-        *_optimizer(policy, request),
+        *_optimizer(engine, policy, request),
         Row.of("rng", None, "this run", *random),
         Row.of("data", None, "from its start", data, because(policy, "dataloader")),
         *_sizes(engine, saved),
@@ -551,11 +560,13 @@ def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumeP
                 yield Row.of(f"group {number}: {name}", theirs.get(name), mine.get(name), group[name], why)
 
 
-def _optimizer(policy: ResumePolicy, request: Request) -> Iterator[Row]:
+def _optimizer(engine: DeepSpeedEngine, policy: ResumePolicy, request: Request) -> Iterator[Row]:
+    """Rows of masters and moments; moments that no load has brought are looked at, as the run may have made them."""
     loaded = {"fp32 masters": request.load_optimizer, "moments": request.load_optimizer and request.moments}
     for name, present in loaded.items():
         anew = "from weights" if name == "fp32 masters" else "anew"
         why = because(policy, "optimizer")
         if not present and why == "host":
             why = "arguments of load_checkpoint"
-        yield Row.of(name, "saved", anew, "checkpoint" if present else anew, why)
+        kept = "as before this load" if name == "moments" and not present and has_moments(engine.optimizer) else anew
+        yield Row.of(name, "saved", anew, "checkpoint" if present else kept, why)

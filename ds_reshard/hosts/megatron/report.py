@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
@@ -49,6 +49,8 @@ def foreseen(policy: ResumePolicy) -> Left:
 def measured(load: Load) -> Left:
     """What a load has left: of the optimizers and generators as they are now, and not of the policy."""
     parts = leaves(load.optimizer)
+    if not parts:  # no parameters on this rank
+        return replace(foreseen(load.policy), random=_goes_on(load.random))
     return Left(
         masters="; ".join(dict.fromkeys(map(_masters, parts))),
         moments="; ".join(dict.fromkeys(map(_moments, parts))),

@@ -61,6 +61,7 @@ from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import batch_size_warning, because
+from ds_reshard.resume.schedulers import has_moments
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -523,6 +524,23 @@ def _buffer(name: str, kind: str) -> str:
     return f"{kind}/{name}"
 
 
+_KEPT = "as before this load"
+
+
+def _moments_left(live: Live, policy: ResumePolicy) -> str:
+    """Whose the moments of this rank are, by what is in its optimizer; by the policy where it has no part of any."""
+    if not (has_moments(live.base) if live.held else policy.loads_moments):
+        return "zero"
+    return "from the checkpoint" if policy.loads_moments else _KEPT
+
+
+def _masters_left(live: Live) -> str:
+    """Whether each master of this rank is the cast of its weight."""
+    parts = live.accumulator.parameters.values() if live.accumulator is not None else ()  # type: ignore[attr-defined]
+    alike = all(bool((held["fp32"].to(held["half"].dtype) == held["half"]).all()) for held in parts)
+    return "from the loaded weights" if alike else _KEPT
+
+
 def report_optimizer(
     load: Load,
     live: Live,
@@ -549,8 +567,8 @@ def report_optimizer(
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
             load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
     why = because(policy, "optimizer")
-    load.row("fp32 masters", "from the checkpoint" if policy.loads_masters else "from the loaded weights", why)
-    load.row("moments and step", "from the checkpoint" if policy.loads_moments else "zero", why)
+    load.row("fp32 masters", "from the checkpoint" if policy.loads_masters else _masters_left(live), why)
+    load.row("moments and step", _moments_left(live, policy), why)
     for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
         values = saved[number] if saved is not None else {}
         for name in dict.fromkeys((*_OF_GROUP, *policy.hyperparameters)):
