@@ -36,6 +36,7 @@ from ds_reshard.hosts.megatron.pieces import (
     allocate,
     is_distributed,
     is_mixed,
+    is_torch_adam,
     kinds_of,
     pieces_of,
     shares_of,
@@ -287,7 +288,8 @@ def _agreed(
         saved = find_saved(arguments)
         if saved is not None and rank() == 0:
             raise_faults(unwritable(load.policy.report), subject=subject)
-        return saved, decided_by(saved, arguments, wanted, apart)
+        own_adam = wanted and any(map(is_torch_adam, leaves(load.optimizer)))
+        return saved, decided_by(saved, arguments, wanted, apart, own_adam=own_adam)
 
     with digests() as read:
         steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
@@ -312,10 +314,14 @@ def _agreed(
     return decided
 
 
-def decided_by(saved: Saved | None, arguments: Namespace, wanted: bool, apart: bool) -> list[str] | None:
+def decided_by(
+    saved: Saved | None, arguments: Namespace, wanted: bool, apart: bool, *, own_adam: bool = False
+) -> list[str] | None:
     """Why a checkpoint is not left to Megatron; None where it is, nothing where it is once its states are proved.
 
-    `apart` is whether this run's experts have an optimizer of their own.
+    `apart` is whether this run's experts have an optimizer of their own. `own_adam` says that its distributed optimizer
+    steps by torch's own Adam, of which Megatron finds no step where it looks for it: a KeyError, or an AssertionError
+    without a word, in each format (core/optimizer/distrib_optimizer.py, HAVE_APEX_OR_TE, 0.18.2 and 0.19.2).
     """
     by_url = is_url(str(getattr(arguments, "load", None)))
     if by_url and (saved is None or getattr(arguments, "pretrained_checkpoint", None)):
@@ -323,6 +329,7 @@ def decided_by(saved: Saved | None, arguments: Namespace, wanted: bool, apart: b
     if saved is None:
         return None
     why = reasons(saved, vars(arguments), optimizer=wanted, apart=apart)
+    why += ["the distributed optimizer steps by torch's own Adam"] * own_adam
     why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
     return why if why or (wanted and may_be_shifted(saved)) else None

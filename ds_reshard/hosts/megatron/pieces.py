@@ -192,6 +192,14 @@ def is_distributed(part: object) -> bool:
     return isinstance(part, _Distributed)
 
 
+def is_torch_adam(part: Optimizer) -> bool:
+    """Whether it is a `DistributedOptimizer` around torch's own Adam, as without Apex and Transformer Engine."""
+    import torch
+
+    inner: object = part.optimizer
+    return is_distributed(part) and isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
+
+
 def is_mixed(part: object) -> bool:
     """Whether it is no `FP32Optimizer`: it may have masters beside the parameters, and nests the inner state."""
     return isinstance(part, _Distributed | _Float16)

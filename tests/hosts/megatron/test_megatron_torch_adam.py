@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from format_jobs import KINDS, STEP
 from releases import TRAINED
-from saved_worlds import DISTRIBUTED, EXPERTS, GATED, TP
+from saved_worlds import DISTRIBUTED, EXPERTS, FLAGS, GATED, TP
 
 import ds_reshard.operations as tools
 from ds_reshard.errors import UnsupportedLayout
@@ -99,6 +99,19 @@ def test_the_step_is_converted(saves: Saves, releases: Any, form: str, tmp_path:
         "format_jobs:loaded", ranks=2, arguments=f"{SHARDED}{more}", folder=str(tmp_path / "megatron")
     )
     assert (told["wrong"], told["steps"]) == ([], [STEP])
+
+
+@pytest.mark.parametrize("form", ["model_space", "buckets", "torch"])
+@pytest.mark.parametrize("by", ["torch_adam", "format_jobs"])
+def test_nothing_has_changed_under_the_distributed_optimizer(releases: Any, by: str, form: str, tmp_path: Path) -> None:
+    """Where Megatron itself ends in a KeyError, or in an AssertionError without a word."""
+    asked = [{"save": str(tmp_path), **FLAGS[form]}]
+    releases["0.19.2"].run(f"{by}:save", arguments=SHARDED, saves=asked)
+    arguments = f"{SHARDED} --ckpt-format {FLAGS[form]['ckpt_format']} --load {tmp_path}"
+    (told,) = releases["0.19.2"].run("torch_adam:load", arguments=arguments)
+    assert (told["wrong"], told["steps"]) == ([], [STEP])
+    (row,) = (row for row in told["report"]["rows"] if row["name"] == "tensors read by")
+    assert row["because"] == "the distributed optimizer steps by torch's own Adam"
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------
