@@ -64,7 +64,7 @@ def put_hooks_on() -> None:
 def run_hidden() -> None:
     """Run the next `sitecustomize` on the path, as Python would have done; its errors are Python's to print."""
     own = [number for number, place in enumerate(sys.path) if os.path.abspath(place) == HERE]
-    behind = sys.path[own[-1] + 1 :] if own else sys.path
+    behind = sys.path[own[0] + 1 :] if own else sys.path
     spec = PathFinder.find_spec("sitecustomize", behind)
     if spec is None or spec.loader is None:
         return
