@@ -19,13 +19,45 @@ MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
         (MICRO, 4, r"run on as many ranks as divide it \(1, 2, 3, 6\)"),
         ({**MICRO, "gradient_accumulation_steps": 2}, 2, r"leave out gradient_accumulation_steps"),
         ({"train_batch_size": 12}, 5, r"run on as many ranks as divide it \(1, 2, 3, 4, 6, 12\)"),
-        ({"train_batch_size": 12, "gradient_accumulation_steps": 5}, 2, r"make train_batch_size a multiple of 5"),
+        ({"train_batch_size": 12, "gradient_accumulation_steps": 5}, 2, r"make train_batch_size a multiple of 10"),
         ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, 1, r"make train_batch_size a multiple of 2"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any], world: int, mend: str) -> None:
     with pytest.raises(ConfigError, match=mend):
         parsed(config, world)
+
+
+@pytest.mark.parametrize("batch", [12, 30, 32])
+@pytest.mark.parametrize("micro", [None, 2, 4])
+@pytest.mark.parametrize("steps", [None, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
+def test_each_way_that_is_offered_passes(batch: int, micro: int | None, steps: int | None, world: int) -> None:
+    """Numbers of ranks that are named, values that are set, and what is left out: each one followed."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    config = {n: v for n, v in zip(names, (batch, micro, steps), strict=True) if v is not None}
+    try:
+        parsed(config, world)
+        return
+    except ConfigError as error:
+        (mend,) = [line for line in str(error).splitlines() if "To mend" in line]
+    if "as many ranks" in mend:
+        ranks = [int(one) for one in mend.split("(")[1].split(")")[0].split(",")]
+        assert all(parsed(config, one) for one in ranks) and world not in ranks
+        assert all(_refused(config, one) for one in range(1, max(ranks)) if one not in ranks)
+    if "leave out gradient_accumulation_steps" in mend:
+        config.pop("gradient_accumulation_steps")
+        assert parsed(config, world).gradient_accumulation_steps == int(mend.split()[-1])
+    elif "set train_micro_batch_size_per_gpu" in mend:
+        assert parsed({**config, "train_micro_batch_size_per_gpu": int(mend.split()[-1])}, world)
+    else:
+        assert parsed({**config, "train_batch_size": int(mend.split()[-1])}, world)
+
+
+def _refused(config: dict[str, Any], world: int) -> bool:
+    with pytest.raises(ConfigError):
+        parsed(config, world)
+    return True
 
 
 def test_what_can_be_divided_follows_the_ranks() -> None:

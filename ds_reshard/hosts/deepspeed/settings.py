@@ -140,19 +140,28 @@ def check_batch(call: Call) -> None:
         batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in said.values())
         if batch is None:
             raise
-        share = micro or steps or 1
-        sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]
-        if not sizes:
-            mend = f"make train_batch_size a multiple of {share}"
-        elif config.world_size in sizes:
-            mend = "leave out gradient_accumulation_steps, which then follows the number of ranks"
-        else:
-            mend = f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or set another micro batch"
+        mend = _batch_mend(batch, micro, steps, config.world_size)
         given = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
         what = f"the global batch cannot be divided among {config.world_size} data-parallel ranks"
         expected = "train_batch_size = micro batch x accumulation x data-parallel ranks"
         fault = ConfigError.fault("DeepSpeed config", what, expected, given, mend=mend)
         raise_faults([fault], subject="DeepSpeed config")
+
+
+def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) -> str:
+    """What makes a batch divisible: each number of ranks that is named passes with the rest as it is."""
+    share = (micro or 1) * (steps or 1)
+    fixed = micro is not None and steps is not None
+    sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]
+    sizes = [ranks for ranks in sizes if not fixed or share * ranks == batch]
+    whole = share * world
+    if fixed and micro is not None and batch % (micro * world) == 0:
+        other = f"leave out gradient_accumulation_steps, which then is {batch // (micro * world)}"
+    elif sizes and micro is not None and batch % ((steps or 1) * world) == 0:
+        other = f"set train_micro_batch_size_per_gpu to {batch // ((steps or 1) * world)}"
+    else:
+        other = f"make train_batch_size {whole}" if fixed else f"make train_batch_size a multiple of {whole}"
+    return f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or {other}" if sizes else other
 
 
 def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
