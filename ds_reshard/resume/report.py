@@ -208,10 +208,10 @@ def because(policy: ResumePolicy, what: str, name: str = "") -> str:
     return "host" if policy.loads_masters else of("optimizer")
 
 
-def rate_warning(group: int, mine: object, used: object) -> str:
+def rate_warning(group: int, mine: object, used: object, *, when: str = "") -> str:
     """A warning where the learning rate that a run was given is not the one that it goes on with."""
     return (
-        f"param group {group}: learning rate {_shown(mine)} of this run is not used, but the checkpoint's "
+        f"param group {group}: learning rate {_shown(mine)} of this run is not used{when}, but the checkpoint's "
         f"{_shown(used)}; "
         'to use it: {"ds_reshard": {"resume": {"scheduler": "override"}}} in the DeepSpeed JSON, or '
         "--override-opt-param-scheduler"

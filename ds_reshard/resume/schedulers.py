@@ -305,6 +305,20 @@ def unit_of(
     return (shown[0], "it gives the saved rates there") if len(shown) == 1 else (None, "")
 
 
+def may_be_multiplied(scheduler: object, processes: object) -> bool:
+    """Whether the lengths of a torch schedule may have been multiplied by `processes`: all of them are multiples.
+
+    Those of transformers' schedules are arguments of a partial. A function that hides them may be anything.
+    """
+    found = {n: v for n, v in configuration(scheduler).items() if not n.endswith(_RATES_OR_DERIVED)}
+    lengths = [number for number in _numbers(found) if number > 1 and number == int(number)]
+    for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        for function in getattr(part, "lr_lambdas", ()):
+            given = getattr(function, "keywords", {}).items()
+            lengths += [number for name, number in given if name.startswith("num_") and name.endswith("_steps")]
+    return isinstance(processes, int) and not any(isinstance(n, (int, float)) and n % processes for n in lengths)
+
+
 # A rate, and what OneCycleLR makes of its `total_steps` (torch/optim/lr_scheduler.py, 2.13).
 _RATES_OR_DERIVED = ("base_lrs", "_schedule_phases")
 
@@ -465,6 +479,13 @@ def write_rates(scheduler: object) -> None:
         scheduler.step(increment=0)  # type: ignore[attr-defined]
     else:
         set_groups(groups, _rates(scheduler), ("lr", "initial_lr"))
+
+
+def present_rates(scheduler: object) -> list[float]:
+    """The rates that one of DeepSpeed's schedulers gives at its position; empty before its first, and for others."""
+    if kind_of(scheduler) != DEEPSPEED or scheduler.last_batch_iteration < 0:  # type: ignore[attr-defined]
+        return []
+    return [float(rate) for rate in scheduler.get_lr()]  # type: ignore[attr-defined]
 
 
 def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:

@@ -121,16 +121,21 @@ def _let_old_releases_run() -> None:
         integration.HfDeepSpeedConfig.__init__ = lambda self, config: None
 
 
-def new_accelerator(config: dict[str, Any], backend: bool = True, **kwargs: Any) -> Any:
-    """An accelerator of this world with this JSON, whatever the process had before."""
-    from accelerate import Accelerator
+def new_accelerator(config: dict[str, Any], backend: bool | str = True, **kwargs: Any) -> Any:
+    """An accelerator of this world with this JSON, whatever the process had before; it is given its backend, or not.
+
+    "before": the process has its backend before.
+    """
+    from accelerate import Accelerator, PartialState
     from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 
     jobs.forget()
     jobs.forget_accelerate()
     _let_old_releases_run()
     plugin = DeepSpeedPlugin(hf_ds_config=config)  # cpu=True would leave DeepSpeed out; no backend, one process
-    handlers = [InitProcessGroupKwargs(backend=BACKEND)] if backend else []
+    if backend == "before":
+        PartialState(backend=BACKEND)
+    handlers = [InitProcessGroupKwargs(backend=BACKEND)] if backend is True else []
     return Accelerator(deepspeed_plugin=plugin, kwargs_handlers=handlers, **kwargs)
 
 

@@ -123,3 +123,33 @@ def rates(kind: str, first: int, count: int, lr: float = LR) -> list[float]:
         optimizer.step()
         scheduler.step()
     return found[first:]
+
+
+def placeholder(kind: str, times: int, clock: str | None, accumulation: int = 2) -> tuple[list[float], list[str]]:
+    """SimpleTuner's order: a DummyOptim, a scheduler on it, one prepare with the loader; `step` with an argument.
+
+    The rates of six updates, and what was told at prepare.
+    """
+    from accelerate.utils import DummyOptim
+    from late_jobs import Late, deepspeed_config
+
+    import ds_reshard
+
+    late = Late(clock=clock, accumulation=accumulation, groups=1)
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"), heard() as told:
+        accelerator = new_accelerator(deepspeed_config(late), gradient_accumulation_steps=accumulation)
+        net = new_net()
+        optimizer = DummyOptim(list(net.parameters()), lr=LR, weight_decay=0.1)
+        scheduler = KINDS[kind](optimizer, times)
+        loader = torch.utils.data.DataLoader(torch.arange(64), batch_size=2)
+        model, scheduler, optimizer, loader = accelerator.prepare(net, scheduler, optimizer, loader)
+        said, seen = list(told), []
+        hook = model.basic_optimizer.register_step_pre_hook(lambda o, *_: seen.append(float(o.param_groups[0]["lr"])))
+        for micro in range(6 * accumulation):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(*jobs.batch(micro, 0, 2)))
+                optimizer.step()
+                scheduler.step(**({} if clock == "accelerate" else {"step": micro}))
+                optimizer.zero_grad()
+        hook.remove()
+    return seen, said

@@ -88,6 +88,7 @@ def make_scheduler(kind: str, optimizer: Any, net: Any) -> Any:
         "deepspeed": lambda: WarmupLR(optimizer, **WARMUP["params"]),
         "foreign": lambda: build(torch.optim.AdamW(list(net.parameters()), lr=LR)),
         "dummy": lambda: DummyScheduler(optimizer, total_num_steps=20, warmup_num_steps=4),
+        "dummy cold": lambda: DummyScheduler(optimizer, total_num_steps=20),
         "callable": lambda: DummyScheduler(optimizer, lr_scheduler_callable=build),
         "plateau callable": lambda: DummyScheduler(
             optimizer, lr_scheduler_callable=lambda real: ReduceLROnPlateau(real, factor=0.5, patience=0)
@@ -108,7 +109,7 @@ def row(
     apart: bool = False,
     clock: str | None = None,
     direct: bool = False,
-    backend: bool = True,
+    backend: bool | str = True,
     backwards: bool = False,
 ) -> dict[str, Any]:
     """The rates that each update used, or what was raised and where; `scheduled` says the script steps it."""

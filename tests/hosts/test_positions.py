@@ -134,3 +134,22 @@ def test_a_schedule_without_a_shape_is_told_nothing(worlds: Any, saved: Any) -> 
     found = _load(worlds, 1, kind="constant", times=1, folder=saved(2, "constant", 2))
     _same(found["rates"], [LR] * 4)
     assert not any("that is another update" in line for line in found["told"])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "CosineAnnealingLR"])
+def test_either_clock_of_a_scheduler_on_a_placeholder(worlds: Any, kind: str) -> None:
+    """Lengths that may have been multiplied are told with both clocks; each, followed, is silent and right."""
+    seen, told = worlds[2].run("position_jobs.placeholder", kind=kind, times=2, clock=None)[0]
+    (line,) = [one for one in told if "stepped once an update by the engine" in one]
+    assert '"accelerate": {"clock": "accelerate"}' in line and '"accelerate": {"clock": "engine"}' in line
+    slow, told = worlds[2].run("position_jobs.placeholder", kind=kind, times=2, clock="engine")[0]
+    assert slow == seen and not told, "which is what the script asked for if it counts updates"
+    right, told = worlds[2].run("position_jobs.placeholder", kind=kind, times=2, clock="accelerate")[0]
+    assert not told
+    _same(right, rates(kind, 0, 6))
+
+
+def test_lengths_that_are_no_multiples_are_not_told(worlds: Any) -> None:
+    for rank in worlds[3].run("position_jobs.placeholder", kind="linear", times=1, clock=None, accumulation=1):
+        assert rank[1] == []
+        _same(rank[0], rates("linear", 0, 6))

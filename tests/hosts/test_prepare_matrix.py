@@ -175,10 +175,11 @@ ROWS = [
     Row(
         optimizer="real",
         scheduler="none",
-        schedule={"type": "WarmupLR", "params": {"warmup_num_steps": 0}},
-        on=(REFUSED, "0 is refused by DeepSpeed"),
+        schedule={"type": "WarmupLR", "params": {"warmup_max_lr": LR, "warmup_num_steps": 0}},
+        on=[0, 0, LR, LR],
         off=("ValueError", "must be a positive integer"),
     ),
+    Row(optimizer="dummy", scheduler="dummy cold", json=ADAMW, schedule=AUTO, on=[0, 0, LR, LR], off=[0, 0, LR, LR]),
     # Objects.
     Row(
         optimizer="two dummies", scheduler="none", json=ADAMW, on=(REFUSED, "2 optimizers in one prepare"), off=CONSTANT
@@ -364,9 +365,16 @@ def test_prepare_deepspeed_called_by_itself(worlds: Any) -> None:
 
 
 def test_an_accelerator_that_believes_it_is_alone_is_refused(worlds: Any) -> None:
-    """Without a backend, accelerate on a host of CPUs counts one process on every rank."""
-    for told in worlds[2].run("prepare_jobs.row", optimizer="real", scheduler="none", hooks=True, backend=False):
+    """Without a backend, accelerate on a host of CPUs counts one process on every rank.
+
+    Where a stack builds the Accelerator, the line that is before it mends that.
+    """
+    given: dict[str, Any] = {"optimizer": "real", "scheduler": "none", "hooks": True}
+    for told in worlds[2].run("prepare_jobs.row", **given, backend=False):
         assert told["raised"] == REFUSED and 'InitProcessGroupKwargs(backend="gloo")' in told["text"]
+        assert 'accelerate.PartialState(backend="gloo")' in told["text"]
+    for told in worlds[2].run("prepare_jobs.row", **given, backend="before"):
+        assert told["raised"] is None
 
 
 def test_after_prepare(worlds: Any) -> None:

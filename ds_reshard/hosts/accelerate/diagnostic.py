@@ -29,7 +29,7 @@ from ds_reshard.hosts.accelerate.prepare_arguments import (
     parts,
     trains,
 )
-from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in, innermost
+from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in, innermost, may_be_multiplied
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,6 +57,9 @@ _RATE = {
 # Whose lists of a value for each group are known (`PER_GROUP` in late_optimizer.py).
 _KNOWN = ("torch.optim.", "transformers.", "deepspeed.runtime.lr_schedules")
 _FILLED = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps")
+
+ENGINE_CLOCK = "engine-clock"
+_NO_WARM_UP = 'for none, remove "scheduler" from the JSON, and pass a scheduler without warm-up'
 
 Config = Mapping[str, object]
 # By section ("optimizer" or "scheduler") and name: parameters of the DeepSpeed JSON.
@@ -393,9 +396,9 @@ def _scheduler_values(
         mend = 'remove "scheduler" from the JSON, and pass ReduceLROnPlateau(optimizer) built in the script'
         yield refused("plateau-metric", "scheduler.type", what, mend)
     if params.get("warmup_num_steps") == 0 and not isinstance(params["warmup_num_steps"], bool):
-        what = "0 is refused by DeepSpeed since 0.19.6, and was 2 before: two updates at the lowest rate"
-        mend = 'remove "scheduler" from the JSON, and pass a scheduler without warm-up; or write 2'
-        yield refused("warmup-zero", "scheduler.params.warmup_num_steps", what, mend)
+        what = "0 is refused by DeepSpeed since 0.19.6, and is 2, as before it: two updates at the lowest rate"
+        yield mended("warmup-zero", "scheduler.params.warmup_num_steps", what, _NO_WARM_UP)
+        fills["scheduler", "warmup_num_steps"] = 2
     if any("lr" in group for group in optimizer.written) and not optimizer.scheduled:
         what = "its lr was changed in param_groups, and the JSON's scheduler goes by the lr that it was made with"
         yield refused("rate-written", "DummyOptim", what, "DummyOptim([{'params': ..., 'lr': ...}])")
@@ -418,7 +421,7 @@ def _autos(params: Mapping[str, object], optimizer: GivenOptimizer, scheduler: G
             yield refused("unfilled-auto", f"scheduler.params.{name}", what, mend)
     if "warmup_num_steps" in autos and warmup == 0:
         what = "a warm-up of 0 becomes 2: two updates at the lowest rate"
-        yield told("warmup-zero", "DummyScheduler", what, "remove the JSON's scheduler, and pass one without warm-up")
+        yield told("warmup-zero", "DummyScheduler", what, _NO_WARM_UP)
     if "total_num_steps" in autos and total is not None and warmup:
         what = "total_num_steps is divided by the number of processes, warmup_num_steps is not"
         yield told("warmup-undivided", "DummyScheduler", what, "write both as numbers of updates into the JSON")
@@ -502,7 +505,10 @@ def _beside_accelerator(config: Config, optimizer: GivenOptimizer, accelerator: 
             f"is {accelerator.num_processes}, and {world} processes train: batch sizes, schedules and checkpoints are "
             "wrong"
         )
-        mend = 'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])'
+        mend = (
+            'call accelerate.PartialState(backend="gloo") before the Accelerator is built, or write '
+            'Accelerator(..., kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])'
+        )
         yield refused("alone", "accelerator.num_processes", what, mend)
     if any(map(trains, accelerator._models)) and optimizer.kind != NONE:
         what = (
@@ -547,6 +553,13 @@ def _stepped(
             )
             mend = f"count its steps so, or write {_CLOCK % ENGINE} for one step an update"
             yield told("steps-per-process", "scheduler", what, mend)
+        if by_engine and not once and not scheduler.unknown and may_be_multiplied(scheduler.thing, processes):
+            what = (
+                f"is stepped once an update by the engine: where its lengths are multiplied by the {processes} "
+                "processes, as for accelerate, it is that much too slow"
+            )
+            mend = f"then write {_CLOCK % ACCELERATE}, else {_CLOCK % ENGINE}"
+            yield told(ENGINE_CLOCK, "scheduler", what, mend)
     if by_engine and kind == CALLABLE and clock is None:
         what = (
             "what it makes is stepped by the engine once an update, whether the script steps it or not; one whose step "

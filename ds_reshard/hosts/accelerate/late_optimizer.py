@@ -30,6 +30,7 @@ from ds_reshard.errors import PrepareError, raise_faults
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate.diagnostic import (
     BACKWARD,
+    ENGINE_CLOCK,
     REFUSED,
     Examined,
     Values,
@@ -313,7 +314,8 @@ def prepare_deepspeed(call: Call) -> object:
     faults = of_all(finding.fault() for finding in found.findings if finding.outcome == REFUSED)
     raise_faults(faults, subject="accelerator.prepare")
     for finding in found.findings if accelerator.is_main_process else ():
-        logger.info("accelerate: %s: %s", finding.outcome, finding)
+        level = logging.WARNING if finding.rule in (ENGINE_CLOCK, "warmup-zero") else logging.INFO
+        logger.log(level, "accelerate: %s: %s", finding.outcome, finding)
     by_script = not accelerator.step_scheduler_with_optimizer and is_the_scripts(found.optimizer, found.scheduler)
     with _filled(plugin, found.fills):
         return _prepared(accelerator, call, args, found, clock_in(config) or (ACCELERATE if by_script else None))
@@ -384,9 +386,11 @@ def _prepared(
     if ours:
         made = given if kind == TORCH else called(given.lr_scheduler_callable, real)  # type: ignore[attr-defined]
         wrapper = _attach(accelerator, engine, made, clock or ENGINE)
+        _take_arguments(wrapper)
         return tuple(wrapper if thing is given else one for thing, one in zip(args, result, strict=True))
     if kind != NONE:  # attached by accelerate, as it always does
         wrapper = accelerator._schedulers[-1]
+        _take_arguments(wrapper)
         own = ENGINE if engine.lr_scheduler is wrapper.scheduler else ACCELERATE
         track(accelerator, engine, wrapper, clock=own, by_script=_wants_metric(wrapper.scheduler))
     return tuple(result)
@@ -505,6 +509,19 @@ def _attach(accelerator: Accelerator, engine: DeepSpeedEngine, scheduler: object
     accelerator._schedulers.append(wrapper)
     track(accelerator, engine, wrapper, clock=ACCELERATE if by_script else clock, by_script=by_script)
     return wrapper
+
+
+def _take_arguments(wrapper: object) -> None:
+    """Let `scheduler.step(...)` of one that the engine steps be called as any scheduler's: it does nothing.
+
+    That of accelerate takes no argument (`DeepSpeedSchedulerWrapper.step` in accelerate/utils/deepspeed.py, 1.15.0).
+    """
+    if isinstance(wrapper, DeepSpeedSchedulerWrapper):
+        wrapper.step = _engine_steps
+
+
+def _engine_steps(*args: object, **kwargs: object) -> None:
+    pass
 
 
 def _wants_metric(scheduler: object) -> bool:

@@ -496,7 +496,14 @@ def _unused_rates(engine: DeepSpeedEngine, own: Own, policy: ResumePolicy) -> It
     A scheduler of DeepSpeed sets rates of this run from the second update on. One of torch begins at `initial_lr`.
     """
     beside = [engine.lr_scheduler, *given(engine)]
-    if policy.scheduler != "host" or any(schedulers.kind_of(one) == DEEPSPEED for one in beside):
+    if policy.scheduler != "host":
+        return
+    if any(schedulers.kind_of(one) == DEEPSPEED for one in beside):
+        for number, (group, rate) in enumerate(
+            zip(live_groups(engine), schedulers.present_rates(beside[0]), strict=False)
+        ):
+            if group.get("lr") != rate:
+                yield rate_warning(number, rate, group.get("lr"), when=" by the first update")
         return
     for number, (group, mine) in enumerate(zip(live_groups(engine), own.groups, strict=True)):
         name = "initial_lr" if "initial_lr" in mine else "lr"
