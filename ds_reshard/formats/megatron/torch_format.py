@@ -199,7 +199,7 @@ def open_torch_format(folder: str) -> TorchFormat:
             placed.setdefault(key, []).append((shard, piece))
             extents[shard][_buffer(piece.key)] = piece.extent
     faults += _groups_differ(ranks)
-    raise_faults(faults, subject=f"checkpoint {folder}")
+    raise_faults(_causes(faults), subject=f"checkpoint {folder}")
     placements = {key: _placed(folder, key, pieces, faults) for key, pieces in placed.items()}
     raise_faults(faults, subject=f"checkpoint {folder}")
     layout = Layout({key: one for key, one in placements.items() if not key.copy}, {_FAMILY: len(extents)})
@@ -221,6 +221,11 @@ def open_torch_format(folder: str) -> TorchFormat:
         ranks=counted(first.arguments.get("data_parallel_size")),
         notes=() if names or "optimizer" not in first.held else (_NAMELESS,),
     )
+
+
+def _causes(faults: list[Fault]) -> list[Fault]:
+    """The faults without what follows from a part that is not supported: buffers of another size are no damage then."""
+    return [fault for fault in faults if fault.error == UnsupportedLayout.__name__] or faults
 
 
 def _stateless(folder: str, layout: Layout, names: Mapping[str, object]) -> list[Fault]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from releases import WITH_TRAINING
-from saved_worlds import DISTRIBUTED, GATED
+from saved_worlds import DISTRIBUTED, FLAGS, GATED, TP
 from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
 
 import ds_reshard.operations as tools
@@ -236,3 +236,14 @@ def test_a_checkpoint_of_another_framework_is_no_beginning(stages: Any) -> None:
     assert same_state(source.ranks[0], resumed, EVERYTHING) == []
     for folder in (stages.folder(), place / "nothing"):
         assert stages.second("0.19.2", options=options, folder=folder)[0]["report"] is None
+
+
+def test_a_part_that_is_not_supported_is_no_damage(stages: Any) -> None:
+    """Offsets of softmax, cut over tensor-parallel ranks: the flat buffers that hold them are of no other size."""
+    folder, arguments = stages.folder(), f"{DISTRIBUTED}{GATED}{TP}--softmax-type learnable"
+    saves = [{"save": str(folder / one), **FLAGS[one]} for one in ("torch", "model_space")]
+    stages.run("0.19.2", "format_jobs:save", ranks=2, arguments=arguments, saves=saves)
+    faults = tools.inspect(str(folder / "torch")).faults
+    assert {fault.error for fault in faults} == {"UnsupportedLayout"}
+    assert {fault.mend for fault in faults} == {"save it with --ckpt-format torch_dist"}
+    assert tools.inspect(str(folder / "model_space")).faults == ()
