@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from cases import Model
 from devices import DEVICE
 from jobs import Net, _groups, batch
-from logs import refusal
+from logs import heard, refusal
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -268,3 +268,26 @@ def save(folder: str, model: Model) -> dict[tuple[str, str], torch.Tensor]:
     return held | {
         (name, kind): _whole(value) for name, state in states["state"].items() for kind, value in state.items()
     }
+
+
+def stages_ask(folder: str, ours: bool) -> dict[str, list[str]]:
+    """What is logged where each rank asks for states of parameters that it alone has: of all, and of one fewer."""
+    import ds_reshard.dcp
+
+    rank, told = dist.get_rank(), dict[str, list[str]]()
+    names = ("a0", "a2") if rank == 0 else ("b1",)
+
+    def stage(names: tuple[str, ...]) -> dict[str, Any]:
+        state = {name: {"exp_avg": torch.full((2,), float(name[1]))} for name in names}
+        return {"optimizer": {"state": state, "param_groups": [{"lr": 0.1, "params": list(names)}]}}
+
+    dcp.save(stage(("a0", "a2", "b1")), checkpoint_id=folder)
+    with ds_reshard.install("fsdp"):
+        for what, of_rank in (("all", names), ("part", names[:1])):
+            wanted, group = stage(of_rank), dist.group.WORLD
+            with heard() as lines:
+                reader = ds_reshard.dcp.Reader(folder, group=group) if ours else dcp.FileSystemReader(folder)
+                dcp.load(wanted, storage_reader=reader)
+            told[what] = list(lines)
+            assert float(wanted["optimizer"]["state"][names[0]]["exp_avg"][0]) == float(names[0][1])
+    return told

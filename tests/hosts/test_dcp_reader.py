@@ -15,6 +15,7 @@ from gathered import assert_moments, gathered, same_bits, scalars
 from harms import flip
 from saves import Saves, Universals
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import ds_reshard.dcp
 
@@ -326,3 +327,67 @@ def test_a_fresh_optimizer_that_asks_for_no_state_is_refused(tmp_path: Path, rea
     del wanted["optimizer"]["state"]
     with ds_reshard.install("fsdp"):
         dcp.load(wanted, storage_reader=given, no_dist=True)
+
+
+def _frozen_run(frozen: bool, *, every: bool = True) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Two layers of which the first may be frozen, and an optimizer of every parameter or of trained ones."""
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    net[0].requires_grad_(not frozen)
+    return net, torch.optim.AdamW([param for param in net.parameters() if every or param.requires_grad])
+
+
+@pytest.mark.parametrize("form", ["nested", "flattened", "numbered"])
+@pytest.mark.parametrize("reader", ["ours", "torch's"])
+def test_states_of_what_is_frozen_now_are_refused_and_each_way_out_works(
+    tmp_path: Path, reader: str, form: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No key asks for them, so they would be left out, and begin anew when the parameter is trained again."""
+    options = StateDictOptions(flatten_optimizer_state_dict=form == "flattened")
+
+    def states(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        made = get_optimizer_state_dict(net, optimizer, options=options)
+        return made if form != "numbered" else optimizer.state_dict()
+
+    def loaded(net: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        wanted = {"model": net.state_dict(), "optimizer": states(net, optimizer)}
+        given = ds_reshard.dcp.Reader(tmp_path) if reader == "ours" else dcp.FileSystemReader(tmp_path)
+        with ds_reshard.install("fsdp"):
+            dcp.load(wanted, storage_reader=given, no_dist=True)
+        return wanted["optimizer"]
+
+    net, optimizer = _frozen_run(False)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = states(net, optimizer)
+    dcp.save({"model": net.state_dict(), "optimizer": saved}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises((ds_reshard.ModelMismatch, CheckpointException)) as told:
+        loaded(*_frozen_run(True))
+    names = "0, 1" if form == "numbered" else "0.bias, 0.weight"
+    assert f"optimizer: asks for no state of 2 parameters ({names})" in str(told.value)
+    assert "set requires_grad_(True) on them" in str(told.value)
+
+    net, optimizer = _frozen_run(False)
+    again = loaded(net, optimizer)
+    if form == "numbered":
+        optimizer.load_state_dict(again)
+    else:
+        set_optimizer_state_dict(net, optimizer, again, options=options)
+    net[0].requires_grad_(False)
+    assert len(optimizer.state) == 4 and all(state["step"] == 1 for state in optimizer.state.values())
+    if form != "numbered":  # whose numbers are other parameters' when there are fewer
+        with caplog.at_level("WARNING", logger="ds_reshard"):
+            net, optimizer = _frozen_run(True, every=False)
+            set_optimizer_state_dict(net, optimizer, loaded(net, optimizer), options=options)
+        (line,) = [record.getMessage() for record in caplog.records if record.name == "ds_reshard"]
+        assert "6 states of 2 parameters (optimizer.state.0.bias, optimizer.state.0.weight) are left out" in line
+        assert all(optimizer.state[param]["step"] == 1 for param in net[1].parameters())
+
+
+@pytest.mark.parametrize("reader", ["ours", "torch's"])
+def test_states_that_another_rank_asks_for_are_not_left_out(worlds: Any, tmp_path: Path, reader: str) -> None:
+    """Ranks with other optimizers, as stages of a pipeline: what none of them has is told, once."""
+    told = worlds[2].run("dcp_jobs.stages_ask", folder=str(tmp_path), ours=reader == "ours")
+    lines = [line for one in told for line in one["part"]]
+    assert [one["all"] for one in told] == [[], []] and len(lines) == 1
+    assert "1 states of 1 parameter (optimizer.state.a2) are left out" in lines[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from operator import or_
+from typing import NamedTuple
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import MEND, Directory, Place
@@ -61,30 +64,116 @@ def group_key(path: Path) -> GroupKey | None:
     return None
 
 
-def stateless(wanted: object, path: Path = ()) -> Iterator[str]:
-    """The keys of optimizers in a nested state dict that have no state, as `Optimizer.state_dict` of a fresh one."""
-    if isinstance(wanted, Mapping):
-        state = wanted.get("state")
-        if _GROUPS in wanted and isinstance(state, Mapping) and not state:
-            yield ".".join(map(str, path))
-        for key, value in wanted.items():
-            yield from stateless(value, (*path, key))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What a state dict has of an optimizer: its key, the members of its param groups, and those that have a state."""
+
+    key: str
+    members: frozenset[str]
+    stateful: frozenset[str]
+
+    @property
+    def top(self) -> str:
+        return f"{self.key}.state." if self.key else "state."
+
+    def parameter(self, saved: str) -> str | None:
+        """The parameter of a key that was saved, None where it is no state of this optimizer."""
+        return saved.removeprefix(self.top).rpartition(".")[0] if saved.startswith(self.top) else None
 
 
-def left_out(optimizers: Iterable[str], saved: Collection[str]) -> Iterator[Fault]:
-    """A fault for each of these optimizers whose states were saved: what no key asks for torch leaves out, silently."""
-    for optimizer in optimizers:
-        top = f"{optimizer}.state." if optimizer else "state."
-        if states := sum(key.startswith(top) for key in saved):
+def optimizers(wanted: object, path: Path = ()) -> Iterator[Asked]:
+    """The optimizers in a state dict, nested or with `flatten_optimizer_state_dict`, that ask for states.
+
+    One that has no "state" at all asks for its param groups alone.
+    """
+    if not isinstance(wanted, Mapping):
+        return
+    key, state, groups = ".".join(map(str, path)), wanted.get("state"), wanted.get(_GROUPS)
+    if isinstance(groups, list | tuple) and isinstance(state, Mapping):
+        members = frozenset(
+            str(name) for group in groups if isinstance(group, Mapping) for name in group.get("params", ())
+        )
+        stateful = frozenset(str(name) for name, kinds in state.items() if kinds)
+        yield Asked(key=key, members=members, stateful=stateful)
+    elif stateful := _flattened(wanted, "state."):
+        yield Asked(key=key, members=_flattened(wanted, f"{_GROUPS}."), stateful=stateful)
+    for name, value in wanted.items():
+        yield from optimizers(value, (*path, name))
+
+
+def _flattened(wanted: Mapping[object, object], start: str) -> frozenset[str]:
+    names = (key.removeprefix(start).rpartition(".")[0] for key in wanted if str(key).startswith(start))  # type: ignore[attr-defined]
+    return frozenset(filter(None, names))
+
+
+def left_out(asked: Iterable[Asked], saved: Collection[str]) -> Iterator[Fault]:
+    """A fault for each optimizer that asks for no state of a parameter of its own, of which states were saved.
+
+    What no key asks for torch leaves out, silently. A fresh optimizer has no state, and one whose state dict torch has
+    made has none of a parameter that is frozen (`_init_optim_state`, torch/distributed/checkpoint/state_dict.py, 2.13).
+    """
+    for one in asked:
+        states = [name for name in map(one.parameter, saved) if name is not None]
+        if not one.stateful and states:
             yield ModelMismatch.fault(
-                optimizer or "state dict",
+                one.key or "state dict",
                 "asks for no state of its parameters, as a fresh optimizer has none, and would begin anew",
-                f"keys for what was saved, {states} of {top}*",
+                f"keys for what was saved, {len(states)} of {one.top}*",
                 "none",
                 mend="before the state dict is made call torch.distributed.checkpoint.state_dict."
                 "get_optimizer_state_dict(model, optimizer), which begins them; where param groups alone are wanted, "
                 'leave out "state"',
             )
+        elif without := sorted(one.members.intersection(states) - one.stateful):
+            yield ModelMismatch.fault(
+                one.key or "state dict",
+                f"asks for no state of {named(without)}, as frozen ones have none: what was saved would be lost",
+                "keys for them",
+                "none",
+                mend="set requires_grad_(True) on them before get_optimizer_state_dict(model, optimizer) of a fresh "
+                "optimizer, and freeze them after set_state_dict; or build the optimizer without them, which drops "
+                "their states with a warning",
+            )
+
+
+def named(names: Sequence[str]) -> str:
+    """How many parameters, and which."""
+    shown = ", ".join([*names[:8], *(["..."] if len(names) > 8 else [])])
+    return f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({shown})"
+
+
+class Unasked(NamedTuple):
+    """Of the keys of a checkpoint in their order, bit by bit: states of parameters that optimizers of one rank have,
+    and those that they do not have. Ranks that have other optimizers, as stages of a pipeline, are joined.
+    """
+
+    had: int
+    others: int
+
+    @classmethod
+    def of(cls, asked: Iterable[Asked], saved: Collection[str]) -> Unasked:
+        keys, had, others = sorted(saved), set[str](), set[str]()
+        for one in asked:
+            for key in keys:
+                if (name := one.parameter(key)) is not None:
+                    (had if name in one.members else others).add(key)
+        return cls(*(int("0" + "".join("1" if key in some else "0" for key in keys), 2) for some in (had, others)))
+
+    def warning(self, saved: Collection[str], folder: str) -> str:
+        """What to tell of states that no rank's optimizer has; empty where there are none."""
+        if not (lost := self.others & ~self.had):
+            return ""
+        keys = sorted(saved)
+        states = [key for key, bit in zip(keys, f"{lost:0{len(keys)}b}", strict=True) if bit == "1"]
+        parameters = sorted({key.rpartition(".")[0] for key in states})
+        return f"{folder}: {len(states)} states of {named(parameters)} are left out: no optimizer of this run has them"
+
+
+def join(ranks: Sequence[Unasked | None]) -> tuple[Unasked, int]:
+    """What all ranks say together, and the first that asks for states of an optimizer: it is the one to warn."""
+    told = [one or Unasked(0, 0) for one in ranks]
+    first = next((number for number, one in enumerate(told) if any(one)), 0)
+    return Unasked(reduce(or_, (one.had for one in told)), reduce(or_, (one.others for one in told))), first
 
 
 @dataclass(slots=True, kw_only=True)

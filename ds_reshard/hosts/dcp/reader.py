@@ -33,7 +33,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.formats.dcp.entries import left_out, stateless
+from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
@@ -41,7 +41,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.ranks import agree_files, gather, of_all
+from ds_reshard.operations.ranks import agree_files, gather, of_all, rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -300,7 +300,7 @@ class Reader(StorageReader):
             filling, faults = self._asked(plan, planner)
         except Exception as error:
             filling, faults = None, as_faults(error, where=self.checkpoint_id)
-        self._agree(faults)
+        self._warn(planner, faults)
         assert filling is not None
         try:
             self.bytes_read += filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
@@ -325,7 +325,7 @@ class Reader(StorageReader):
         filling = Filling(shards.index, cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
-        faults += left_out(stateless(getattr(planner, "original_state_dict", {})), self._entries)
+        faults += left_out(optimizers(getattr(planner, "original_state_dict", {})), self._entries)
         flattened: dict[str, dict[str, object]] = {}
         for item in plan.items if not faults else ():
             fqn = item.storage_index.fqn
@@ -349,6 +349,18 @@ class Reader(StorageReader):
                 faults += as_faults(error, where=fqn)
         faults += self._groups.joined(flattened)
         return filling, [*faults, *shards.compare(), *shards.index.faults]
+
+    def _warn(self, planner: TorchPlanner, faults: list[Fault]) -> None:
+        """Raise the `faults` of all ranks, as `_agree`; then warn of states that no optimizer of this run has."""
+        tied = {*self._source.shared, *self._source.shared.values()}
+        saved = [key for key, entry in self._entries.items() if len(entry.path) < 2 or entry.path[-2] not in tied]
+        mine = Unasked.of(optimizers(getattr(planner, "original_state_dict", {})), saved)
+        alone = self._group is None
+        everyone = [(faults, mine)] if alone else gather((faults, mine), self._group)
+        raise_faults([fault for of_rank, _ in everyone for fault in of_rank], subject=_SUBJECT)
+        joined, first = join([one for _, one in everyone])
+        if rank(self._group) == first and (told := joined.warning(saved, self._source.folder)):
+            logger.warning(told)
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
         """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""

@@ -9,6 +9,7 @@ ours would take the place of the script's.
 
 from __future__ import annotations
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -18,16 +19,18 @@ from ds_reshard import hosts
 from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
 from ds_reshard.errors import ConfigError, raise_faults
-from ds_reshard.formats.dcp.entries import left_out, stateless
+from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import agree_files, attempt, together
+from ds_reshard.operations.ranks import agree_files, attempt, gather, raise_caused, rank, together
 from ds_reshard.operations.watching import watched
 from ds_reshard.resume.policy_sources import refuse_unapplied
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+logger = logging.getLogger("ds_reshard")
 
 
 def check_flattened(call: Call) -> object:
@@ -75,7 +78,7 @@ def load_directory(call: Call) -> object:
 
     ConfigError where resume flags were given: torch loads what is there, whatever they say. Collective, unless the load
     is one of this process alone: CheckpointDamaged where ranks see other directories, as copies of two saves have them,
-    and ModelMismatch where states were saved of an optimizer of which the state dict asks for none.
+    and ModelMismatch where states were saved of parameters of an optimizer of which the state dict asks for none.
     A reader of anything else than files in a folder is its owner's affair; a URL of local files is a folder.
     """
     folder, alone = _local_folder(call["storage_reader"]), bool(call.arguments.get("no_dist"))
@@ -88,15 +91,27 @@ def load_directory(call: Call) -> object:
                 path = Path(folder, METADATA)
                 read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
                 agree_files(read or {}, group, subject=f"loading {folder}")
-            refuse = partial(_refuse_left_out, call.arguments.get("state_dict"), folder)
-            refuse() if alone else together(refuse, group, subject=f"loading {folder}")
+            _refuse_left_out(call.arguments.get("state_dict"), folder, group, alone=alone)
         return call()
 
 
-def _refuse_left_out(wanted: object, folder: str) -> None:
-    if optimizers := list(stateless(wanted)):
-        saved = read_directory(folder)
-        raise_faults(list(left_out(optimizers, [*saved.tensors, *saved.objects])), subject=f"loading {folder}")
+def _refuse_left_out(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool) -> None:
+    """Refuse to leave out states of parameters that this run's optimizers have; warn of those of others. Collective."""
+    saved: list[str] = []
+
+    def look() -> Unasked:
+        if asked := list(optimizers(wanted)):
+            directory = read_directory(folder)
+            saved.extend((*directory.tensors, *directory.objects))
+            raise_faults(list(left_out(asked, saved)), subject=f"loading {folder}")
+        return Unasked.of(asked, saved)
+
+    unasked, faults, cause = (look(), [], None) if alone else attempt(look)
+    everyone = [(faults, unasked)] if alone else gather((faults, unasked), group)
+    raise_caused([fault for of_rank, _ in everyone for fault in of_rank], subject=f"loading {folder}", cause=cause)
+    joined, first = join([one for _, one in everyone])
+    if (alone or rank(group) == first) and (told := joined.warning(saved, folder)):
+        logger.warning(told)
 
 
 def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
