@@ -112,9 +112,11 @@ def easyr1_load(folder: str, dtype: str) -> dict[str, Any]:
     return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "drawn": drawn}
 
 
-def _fsdp2(seed: int, mesh: Any = None, dtype: str = "float32") -> tuple[Any, Any]:
+def _fsdp2(seed: int, mesh: Any = None, dtype: str = "float32", tied: bool = False) -> tuple[Any, Any]:
     torch.manual_seed(seed)
     model = VLM().to(DEVICE, getattr(torch, dtype))
+    if tied:
+        model.lm_head.weight = model.embed.weight
     model.visual.requires_grad_(False)
     mesh = mesh or init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("fsdp",))
     for module in model.modules():
@@ -124,9 +126,9 @@ def _fsdp2(seed: int, mesh: Any = None, dtype: str = "float32") -> tuple[Any, An
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def verl_save(folder: str, dtype: str) -> dict[str, Any]:
+def verl_save(folder: str, dtype: str, tied: bool = False) -> dict[str, Any]:
     """The same with FSDP2, as verl saves it: states by number."""
-    model, optimizer = _fsdp2(0, dtype=dtype)
+    model, optimizer = _fsdp2(0, dtype=dtype, tied=tied)
     scheduler = _schedule(optimizer)
     train(model, optimizer, scheduler, range(2))
     touch(optimizer)
@@ -138,8 +140,8 @@ def verl_save(folder: str, dtype: str) -> dict[str, Any]:
     return {"held": held, "losses": train(model, optimizer, scheduler, range(2, 4)), "said": said}
 
 
-def verl_load(folder: str, dtype: str) -> dict[str, Any]:
-    model, optimizer = _fsdp2(1, dtype=dtype)
+def verl_load(folder: str, dtype: str, tied: bool = False) -> dict[str, Any]:
+    model, optimizer = _fsdp2(1, dtype=dtype, tied=tied)
     scheduler = _schedule(optimizer)
     model.load_state_dict(torch.load(_file(folder, "model"), weights_only=False))
     optimizer.load_state_dict(torch.load(_file(folder, "optim"), weights_only=False))

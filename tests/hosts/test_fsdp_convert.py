@@ -55,8 +55,8 @@ def verls(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path,
     """What verl's manager has saved of FSDP2 on some ranks."""
     saves = fresh.saver("fsdp_manager_jobs.verl_save", tmp_path_factory)
 
-    def save(size: int, dtype: str = "float32") -> tuple[Path, list[Any]]:
-        folder, told = saves(size, dtype=dtype)
+    def save(size: int, dtype: str = "float32", **given: Any) -> tuple[Path, list[Any]]:
+        folder, told = saves(size, dtype=dtype, **given)
         (folder / "fsdp_config.json").write_text(json.dumps({"FSDP_version": 2, "world_size": size}))
         return folder, told
 
@@ -77,6 +77,23 @@ def test_verl_loads_what_was_written_for_other_ranks(
     fresh.assert_goes_on(saved, loaded, rel=1e-4 if dtype == "float32" else 0.02)
     types = {at: tensor.dtype for at, tensor in saved[0]["held"].items()}
     assert all({at: tensor.dtype for at, tensor in told["held"].items()} == types for told in loaded)
+    assert {told["said"] for told in [*saved, *loaded]} == {""}
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3, 2, 1)])
+def test_a_tied_weight_is_one_parameter_with_two_names(verls: Any, tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    """Its number is that of the first name; so it is in what was written, from which further ranks are written."""
+    folder, saved = verls(ranks[0], tied=True)
+    told = fingerprint(str(folder))
+    assert told.notes == () and ("embed.weight", "exp_avg") in {(one.name, one.kind) for one in told.tensors}
+    source = str(folder)
+    for size in ranks[1:]:
+        out = str(tmp_path / str(size))
+        convert(source, out, to="fsdp", dp=size)
+        assert fingerprint(out).tensors == told.tensors
+        source = out
+    loaded = fresh.run("fsdp_manager_jobs.verl_load", ranks[-1], folder=source, dtype="float32", tied=True)
+    fresh.assert_goes_on(saved, loaded, rel=1e-4)
     assert {told["said"] for told in [*saved, *loaded]} == {""}
 
 
@@ -109,10 +126,32 @@ def test_numbers_of_two_groups_are_not_guessed(verls: Any, tmp_path: Path) -> No
     folder = tmp_path / "folder"
     shutil.copytree(verls(2)[0], folder)
     _in_two_groups(folder)
+    _refused_until_weights_alone(folder, tmp_path / "out", r"several param groups .*found 2\)")
+
+
+def _refused_until_weights_alone(folder: Path, out: Path, said: str) -> None:
+    """The cause is named in a note and an error; what the error says to do leads to the weights."""
     assert "name no parameter" in fingerprint(str(folder)).notes[0]
-    with pytest.raises(ds_reshard.UnsupportedLayout, match="several groups"):
-        convert(str(folder), str(tmp_path / "out"), to="fsdp", dp=3)
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(ds_reshard.UnsupportedLayout, match=said) as raised:
+        convert(str(folder), str(out), to="fsdp", dp=3)
+    assert not out.exists() and "move the optim files out of the folder" in str(raised.value)
+    assert "save_units" not in str(raised.value)
+    for path in folder.glob("optim_*.pt"):
+        path.unlink()
+    convert(str(folder), str(out), to="fsdp", dp=3)
+    assert {one.kind for one in fingerprint(str(out)).tensors} == {"weight"}
+
+
+def test_an_optimizer_of_fewer_parameters_than_the_model_is_not_guessed(verls: Any, tmp_path: Path) -> None:
+    """As one that was made of the trained parameters alone: numbers count these, and no file says which they are."""
+    folder = tmp_path / "folder"
+    shutil.copytree(verls(2)[0], folder)
+    for path in folder.glob("optim_*.pt"):
+        saved = torch.load(path, weights_only=False)
+        saved["param_groups"][0]["params"].pop()
+        saved["state"].pop(max(saved["state"]))
+        torch.save(saved, path)
+    _refused_until_weights_alone(folder, tmp_path / "out", r"counts other parameters .*found \d+, not \d+\)")
 
 
 def test_two_groups_stay_two(saves: Any, tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from ds_reshard.model.region import Box
 
 MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
-"""How the note of such files begins; the line that mends it follows."""
+"""How the note of such files begins; why, and what mends it, follow."""
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _SAVE = "save with FSDP(model, use_orig_params=True, device_mesh=...) and get_state_dict, as EasyR1 does"
@@ -163,6 +163,15 @@ def _state(record: object) -> Mapping[object, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unnamed:
+    """Why no file tells whose states those of an optimizer are: a clause, what was found, and what mends it."""
+
+    what: str
+    found: str
+    fix: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCheckpoint(SavedState):
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
 
@@ -174,11 +183,7 @@ class FsdpCheckpoint(SavedState):
     first: Mapping[str, Mapping[TensorKey, TensorShard]]
     flat: FlatStates | None = None
     plain: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
-
-    @property
-    def unnamed(self) -> bool:
-        """Whether there are states of which no file tells the names."""
-        return any(note.startswith(UNNAMED) for note in self.notes)
+    unnamed: Unnamed | None = None
 
     @property
     def parameters(self) -> Mapping[str, Shape]:
@@ -224,7 +229,7 @@ class FsdpCheckpoint(SavedState):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """One rank's file: its tensors, its param groups, and whether it has states whose parameters nothing names.
+    """One rank's file: its tensors, its param groups, and why nothing names the parameters of its states.
 
     `scalars` are states that are plain numbers, as the steps of transformers' Adafactor, or None.
     """
@@ -232,7 +237,7 @@ class _File:
     tensors: dict[TensorKey, TensorShard]
     groups: tuple[GroupFacts, ...] = ()
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
-    unnamed: bool = False
+    unnamed: Unnamed | None = None
 
 
 def open_fsdp(folder: str) -> FsdpCheckpoint:
@@ -263,12 +268,12 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
     read = {MODEL: model} if optim is None else {MODEL: model, OPTIM: optim}
     flat: FlatStates | None = None
     facts: OptimizerFacts | None = None
-    notes: tuple[str, ...] = ()
+    unnamed: Unnamed | None = None
     single: dict[TensorKey, TensorShard] = {}
     if optim is not None and optim.unnamed:
         flat = _flat(folder, size, model, shapes)
         facts = flat.facts if flat is not None else None
-        notes = (f"{UNNAMED}; {line_to_add(folder)}",) if flat is None else ()
+        unnamed = optim.unnamed if flat is None else None
     elif optim is not None:
         raise_faults(_of_another_model(paths[OPTIM], optim, shapes), subject=subject)
         single = {key: shard for key, shard in optim.tensors.items() if _is_single(key, shard, shapes)}
@@ -289,7 +294,8 @@ def open_fsdp(folder: str) -> FsdpCheckpoint:
         first={family: file.tensors for family, file in read.items()},
         flat=flat,
         plain=optim.scalars if optim is not None else {},
-        notes=notes,
+        unnamed=unnamed,
+        notes=(f"{UNNAMED}, as {unnamed.what} ({unnamed.found}); {unnamed.fix}",) if unnamed is not None else (),
     )
     if facts is not None and not any(placement.family == OPTIM for placement in placements.values()):
         raise_faults(_unlike_ranks(opened), subject=subject)
@@ -380,8 +386,27 @@ def _placement(key: TensorKey, shard: TensorShard, family: str, size: int) -> Pl
 
 
 def _parameters(tensors: Mapping[TensorKey, TensorShard], size: int) -> Mapping[str, Shape]:
-    """The shapes of a model's parameters by names, in the order of its modules: what several ranks have sharded."""
-    return {key.name: shard.shape for key, shard in tensors.items() if size == 1 or shard.rank is not None}
+    """The shapes of a model's parameters by their first names, in the order of its modules: what ranks have sharded."""
+    second = second_names(tensors)
+    return {
+        key.name: shard.shape
+        for key, shard in tensors.items()
+        if key not in second and (size == 1 or shard.rank is not None)
+    }
+
+
+def second_names(tensors: Mapping[TensorKey, TensorShard]) -> Mapping[TensorKey, TensorKey]:
+    """The first names of tied parameters by the others: `state_dict()` has all, and torch.save their memory once.
+
+    `model.parameters()` gives a parameter once, under the first.
+    """
+    first: dict[tuple[object, ...], TensorKey] = {}
+    found = {}
+    for key, shard in tensors.items():
+        owner = first.setdefault((shard.local.storage.key, shard.local.element_offset, shard.local.shape), key)
+        if owner != key:
+            found[key] = owner
+    return found
 
 
 def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
@@ -418,10 +443,29 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
                 mend = f"move the {OPTIM} files out of the folder, for the weights; or load it with what has saved it"
                 faults.append(UnsupportedLayout.fault(path, what, found=told, mend=mend))
     if numbered and (not names or any(shard.shape not in ((), parameters[key.name]) for key, shard in found.items())):
-        return _File(tensors={}, unnamed=True)
+        return _File(tensors={}, unnamed=_unnamed(path, groups, parameters, found.values()))
     raise_faults(faults, subject="reading a checkpoint")
     facts = group_facts(top, lambda member: [names.get(member, str(member))])
     return _File(tensors=found, groups=facts, scalars=scalars)
+
+
+def _unnamed(
+    path: str, groups: Sequence[Mapping[object, object]], parameters: Mapping[str, Shape], states: Iterable[TensorShard]
+) -> Unnamed:
+    if not any(shard.rank is not None for shard in states):
+        what, found = "they hold pieces of flat parameters of FSDP1", "no fsdp_units.json"
+        return Unnamed(what=what, found=found, fix=line_to_add(os.path.dirname(path)))
+    fix = (
+        f"move the {OPTIM} files out of the folder, for the weights; in runs to come save "
+        "get_optimizer_state_dict(model, optimizer) in place of optimizer.state_dict()"
+    )
+    counted = sum(len(members_of(group)) for group in groups)
+    if len(groups) != 1:
+        return Unnamed(what="several param groups count them in an order of their own", found=f"{len(groups)}", fix=fix)
+    if counted != len(parameters):
+        what = "their param group counts other parameters than the model's files have"
+        return Unnamed(what=what, found=f"{counted}, not {len(parameters)}", fix=fix)
+    return Unnamed(what="their states are of other shapes than the model's parameters", found="another order", fix=fix)
 
 
 def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[str]) -> Mapping[object, str]:

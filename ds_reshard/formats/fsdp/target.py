@@ -27,10 +27,11 @@ from ds_reshard.formats.fsdp.checkpoint import (
     file_name,
     is_ranks_file,
     read_top,
+    second_names,
     shard_of,
     state_names,
 )
-from ds_reshard.formats.fsdp.flat_parameters import ORDER, flat_tree, groups_of, line_to_add
+from ds_reshard.formats.fsdp.flat_parameters import ORDER, flat_tree, groups_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
@@ -82,12 +83,9 @@ def _faults(source: FsdpCheckpoint, size: int) -> Iterator[Fault]:
             f"{size} are no number of them",
             mend=f"give a multiple of {group} above it: --dp {2 * group}; or --to dcp",
         )
-    if source.unnamed:
-        yield UnsupportedLayout.fault(
-            source.folder,
-            "its optimizer's files tell of no parameter's name and shape (verl with FSDP1, or several groups)",
-            mend=f"of FSDP1 {line_to_add(source.folder)}; else save it with get_state_dict",
-        )
+    if (unnamed := source.unnamed) is not None:
+        what = f"its optimizer's files name no parameter, as {unnamed.what}"
+        yield UnsupportedLayout.fault(source.folder, what, found=unnamed.found, mend=unnamed.fix)
 
 
 def _group_size(source: FsdpCheckpoint) -> int | None:
@@ -126,8 +124,9 @@ class _Writing:
 
     def placements(self) -> Iterator[Placement]:
         for family, tensors in self.source.first.items():
+            second = second_names(tensors)
             for key, shard in tensors.items():
-                if shard.dim is not None:
+                if shard.dim is not None and key not in second:
                     boxes = [self._box(shard, rank) for rank in range(self._shards)]
                     yield chunked(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
         if self.source.flat is not None:
@@ -165,6 +164,8 @@ class _Writing:
             saved_rank=saved_rank,
         )
 
+        second = second_names(self.source.first[family])
+
         def held(name: object, kind: object, value: object) -> object:
             """A tensor as this rank holds it; any other value as it is."""
             key = TensorKey(name=str(name), kind=str(kind))
@@ -177,7 +178,8 @@ class _Writing:
                 assert found is not None, "what is a DTensor in rank 0's file is one in each"
                 local = found.local
             elif shard.dim is not None:
-                local = new_tensor(str(key), self._box(shard, rank).size, shard.local.dtype)
+                buffer = str(second.get(key, key))
+                local = new_tensor(buffer, self._box(shard, rank).size, shard.local.dtype)
             return local if self._whole else meshes.dtensor(value, local)
 
         if family == MODEL:

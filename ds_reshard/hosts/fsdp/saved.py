@@ -26,7 +26,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.execution import disk
 from ds_reshard.formats.fsdp.checkpoint import EXTRA, FsdpCheckpoint, file_name, open_fsdp, wrong_extra
-from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member, line_to_add
+from ds_reshard.formats.fsdp.flat_parameters import ORDER, FlatOrder, Member
 from ds_reshard.hosts.fsdp.optimizer_state import local
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import TensorKey
@@ -97,7 +97,7 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
         checkpoint = open_fsdp(folder)
         _check(checkpoint, rank, size)
         if optimizer is not None and checkpoint.unnamed:
-            mend = f"{line_to_add(folder)}; or leave out optimizer="
+            mend = f"{checkpoint.unnamed.fix}; or leave out optimizer="
             what = "its optimizer's files name no parameter: they cannot be compared with the optimizer"
             return _Seen(faults=(UnsupportedLayout.fault(folder, what, mend=mend),))
         return _Seen() if model is None else _compared(checkpoint, rank, size or 1, model, optimizer)
