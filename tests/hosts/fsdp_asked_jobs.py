@@ -297,3 +297,10 @@ def managed(folder: str, kind: str) -> dict[str, Any]:
             manager = found(model, optimizer, scheduler, save, damage)
             told[name] = refusal(lambda at=at, manager=manager: manager.save_checkpoint(at))  # type: ignore[misc]
         return told
+
+
+def managed_load(folder: str, scratch: str, kind: str) -> str:
+    """What this rank is told by the `load_checkpoint` of a manager, a synthetic class that itself loads nothing."""
+    with ds_reshard.install("fsdp"):
+        manager = _manager(scratch, kind)(None, None, None, None, None)
+        return refusal(lambda: manager.load_checkpoint(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from gathered import same_bits
 
 import ds_reshard
+from ds_reshard.cli.main import main
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.operations import convert, fingerprint, verify
 
@@ -78,6 +80,26 @@ def test_verl_loads_what_was_written_for_other_ranks(
     types = {at: tensor.dtype for at, tensor in saved[0]["held"].items()}
     assert all({at: tensor.dtype for at, tensor in told["held"].items()} == types for told in loaded)
     assert {told["said"] for told in [*saved, *loaded]} == {""}
+
+
+@pytest.mark.parametrize("kind", ["EasyR1", "verl"])
+def test_a_manager_under_other_ranks_is_told_what_to_convert(verls: Any, tmp_path: Path, kind: str) -> None:
+    """Each rank would look for a file under a size that no file has. The command that is named leads to a load."""
+    folder = tmp_path / "the folder"
+    shutil.copytree(verls(2)[0], folder)
+
+    def told(at: str, name: str) -> str:
+        (tmp_path / name).mkdir()
+        said = fresh.run("fsdp_asked_jobs.managed_load", 3, folder=at, scratch=str(tmp_path / name), kind=kind)
+        assert len(set(said)) == 1, said
+        return str(said[0])
+
+    said = told(str(folder), "first")
+    assert said.startswith("UnsupportedLayout") and "(expected 3, found 2)" in said
+    (line,) = [line for line in said.splitlines() if "To mend: ds-reshard" in line]
+    command, _, out = line.partition("To mend: ")[2].partition(", and load ")
+    assert main(shlex.split(command)[1:]) == 0
+    assert told(out, "then") == ""
 
 
 @pytest.mark.parametrize("ranks", [(2, 3), (3, 2, 1)])

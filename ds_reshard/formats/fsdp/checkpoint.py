@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -318,6 +319,16 @@ def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
         if match is not None:
             found.setdefault((match[1], int(match[2])), set()).add(int(match[3]))
     return found
+
+
+def other_size(folder: str, size: int) -> Iterator[Fault]:
+    """A fault where a folder has files of other numbers of ranks alone: each rank looks for one under its own."""
+    sizes = sorted({saved for family, saved in _ranks(folder) if family == MODEL})
+    if sizes and size not in sizes:
+        found, out = " and ".join(map(str, sizes)), f"{folder.rstrip(os.sep)}-dp{size}"
+        mend = f"ds-reshard convert {shlex.quote(folder)} {shlex.quote(out)} --to fsdp --dp {size}, and load {out}"
+        what = "was saved by another number of ranks than this run has"
+        yield UnsupportedLayout.fault(folder, what, str(size), found, mend=mend)
 
 
 def _missing(folder: str, family: str, size: int, there: set[int]) -> Iterator[Fault]:

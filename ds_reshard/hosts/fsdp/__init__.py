@@ -23,7 +23,7 @@ from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import agree_files, attempt, gather, raise_caused, rank, together
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, raise_caused, rank, together, world_size
 from ds_reshard.operations.watching import watched
 from ds_reshard.resume.policy_sources import refuse_unapplied
 
@@ -152,10 +152,15 @@ def _local_folder(reader: object) -> str | None:
 def load_checkpoint(call: Call) -> object:
     """Of `FSDPCheckpointManager.load_checkpoint`, which unpickles each rank's files below its first argument.
 
-    Without a folder it loads nothing. Collective.
+    Without a folder it loads nothing. UnsupportedLayout for a folder of another number of ranks, of which each rank
+    would find no file (FileNotFoundError). Collective.
     """
     if folder := _folder_of(call):
+        from ds_reshard.formats.fsdp.checkpoint import other_size
+
         refuse_policy("this FSDPCheckpointManager", folder)
+        faults, unread, _ = attempt(lambda: list(other_size(folder, world_size())))
+        agree([*(faults or ()), *unread], subject=f"loading {folder}")
         refuse_unsafe_folder(folder)
     return call()
 
