@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
-from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, plan_archives, write_directory
+from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, write_directory
+from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.model.content import Held, Path
 from ds_reshard.model.layout import Placement, TensorKey, chunked
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.records import TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import TargetFile, Unit
 
@@ -99,10 +100,18 @@ class DirectoryFiles(ABC):
 
     def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box, str]]:
         """What one file holds, in its order, and in which buffers; tensors without elements are in the first file."""
+        yield from self._chunks[rank]
+
+    @cached_property
+    def _chunks(self) -> list[list[tuple[TensorKey, Box, str]]]:
+        """The chunks of each file, found in one pass over all parts of all tensors."""
+        found: list[list[tuple[TensorKey, Box, str]]] = [[] for _ in range(self.files)]
         for key, placement in self.placements.items():
             for part in placement.parts:
-                if part.cut.first == rank and (part.numel or not (placement.numel or rank)):
-                    yield key._replace(copy=0), part.box, placement.buffer
+                rank = part.cut.first
+                if part.numel or not (placement.numel or rank):
+                    found[rank].append((key._replace(copy=0), part.box, placement.buffer))
+        return found
 
     def _values(self, rank: int) -> list[object]:
         """What each archive of one file holds."""
@@ -115,12 +124,13 @@ class DirectoryFiles(ABC):
         """The directory: where each chunk and each object lies, under every name that it has."""
         chunks: dict[TensorKey, list[PlacedArchive]] = {key: [] for key in self.held}
         single: dict[Path, PlacedArchive] = {}
+        known_nbytes: dict[TensorRecord, int] = {}
         for rank in range(self.files):
-            plan = plan_archives(self._values(rank))
-            placed = [
-                PlacedArchive(file=_file(rank), byte_offset=start, nbytes=archive.nbytes)
-                for start, archive in zip(plan.starts, plan.archives, strict=True)
-            ]
+            placed, at = [], 0
+            for value in self._values(rank):
+                nbytes = _archive_nbytes(value, known_nbytes)
+                placed.append(PlacedArchive(file=_file(rank), byte_offset=at, nbytes=nbytes))
+                at += nbytes
             boxes = list(self.chunks(rank))
             for (key, box, _), archive in zip(boxes, placed, strict=False):
                 told = self.told(key, box)
@@ -136,6 +146,16 @@ class DirectoryFiles(ABC):
         for path, archive in single.items():
             entries |= {entry.path: entry for entry in self.object_entries(path, archive)}
         return write_directory(list(entries.values()))
+
+
+def _archive_nbytes(value: object, known: dict[TensorRecord, int]) -> int:
+    """The size of an archive. Those of tensors of one shape and type are of one size, which is found once."""
+    if not isinstance(value, TensorRecord):
+        return plan_archive("archive", value).nbytes
+    unnamed = replace(value, storage=replace(value.storage, path="", key="", byte_offset=0, crc32=None))
+    if unnamed not in known:
+        known[unnamed] = plan_archive("archive", value).nbytes
+    return known[unnamed]
 
 
 def _file(rank: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,23 @@ def test_parameters_of_a_unit_that_overlap_are_refused(tmp_path: Path, offset: i
         return
     with pytest.raises(CheckpointDamaged, match="b begins before the parameter in front of it ends"):
         read_order(str(tmp_path), shapes)
+
+
+def test_a_parameter_is_looked_up_and_not_looked_for() -> None:
+    """Its unit is found by its name, and the unit's end is its last parameter's, however many of both there are."""
+    looks = []
+
+    class Counted(dict[str, Member]):
+        def __contains__(self, name: object) -> bool:
+            looks.append(name)
+            return super().__contains__(name)
+
+        def values(self) -> Any:
+            looks.append("values")
+            return super().values()
+
+    units = tuple(Counted({f"{unit}.{at}": Member(shape=(4,), offset=4 * at) for at in range(6)}) for unit in range(10))
+    order = FlatOrder(use_orig_params=True, units=units, parameters=tuple(name for unit in units for name in unit))
+    shapes = [order.local_shape(number, 1, 2) for number in range(60)]
+    assert shapes == [(0,), (0,), (0,), (4,), (4,), (4,)] * 10
+    assert looks == []

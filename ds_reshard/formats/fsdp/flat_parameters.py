@@ -18,7 +18,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from math import prod
 from typing import NoReturn
 
@@ -69,10 +69,11 @@ class Member:
         return self.offset + prod(self.shape)
 
 
-Unit = Mapping[str, Member]
+Unit = dict[str, Member]
+"""In the order of their offsets."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class FlatOrder:
     """The flat parameters of a model, and what each number of the optimizer's state dict is of."""
 
@@ -81,7 +82,11 @@ class FlatOrder:
     parameters: tuple[str, ...]
 
     def unit_of(self, name: str) -> Unit:
-        return next(unit for unit in self.units if name in unit)
+        return self._unit_of[name]
+
+    @cached_property
+    def _unit_of(self) -> dict[str, Unit]:
+        return {name: unit for unit in reversed(self.units) for name in unit}
 
     def members(self, number: int) -> Unit:
         """The parameters that a number is of."""
@@ -141,7 +146,7 @@ class FlatOrder:
 
 
 def _shard_numel(unit: Unit, ranks: int) -> int:
-    return -(-max(member.stop for member in unit.values()) // ranks)
+    return -(-unit[next(reversed(unit))].stop // ranks)
 
 
 def _region(unit: Unit, name: str, rank: int, ranks: int) -> Region:
