@@ -463,7 +463,7 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
 def _unnamed(
     path: str, groups: Sequence[Mapping[object, object]], parameters: Mapping[str, Shape], states: Iterable[TensorShard]
 ) -> Unnamed:
-    if not any(shard.rank is not None for shard in states):
+    if any(shard.rank is None and shard.shape != () for shard in states):
         what, found = "they hold pieces of flat parameters of FSDP1", "no fsdp_units.json"
         return Unnamed(what=what, found=found, fix=line_to_add(os.path.dirname(path)))
     fix = (
