@@ -27,6 +27,10 @@ _RAW_UNICODE = codecs.lookup("raw-unicode-escape").decode  # looked up once: the
 _DIGITS = re.compile(rb"\s*[0-9a-fA-FxXoObB_.+-]*\s*")
 _OCTAL = re.compile(rb"\s*[+-]?0[0-7]+(?=\0|$)")
 _MARKS = 10_000
+_MEMO_AHEAD = 1 << 16
+"""How far the number of a memo entry may be ahead of the bytes read so far: a pickler that writes several pickles goes
+on counting. Python's own unpickler allocates 16 bytes for each number up to it (_pickle.c `_Unpickler_MemoPut`, 3.13).
+"""
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|[0-7]{1,3}|[^x])", re.DOTALL)
 _ESCAPED = {b"\\": b"\\", b"'": b"'", b'"': b'"', b"a": b"\a", b"b": b"\b", b"f": b"\f", b"n": b"\n", b"r": b"\r"}
 _ESCAPED |= {b"t": b"\t", b"v": b"\v", b"\n": b""}
@@ -51,6 +55,7 @@ def _empty(make: Callable[[], object]) -> Handler:
 
 def _empty_set(m: PickleMachine, pos: int) -> int:
     m.charge(SET_COST)
+    m.room -= 1 if m.room else m.refuse_more()
     m.stack.append(set())
     return pos
 
@@ -203,14 +208,27 @@ def _binput(m: PickleMachine, pos: int) -> int:
 
 
 def _long_binput(m: PickleMachine, pos: int) -> int:
-    m.memo[_U4(m.data, pos)[0]] = m.stack[-1]
+    number = _U4(m.data, pos)[0]
+    m.memo[number if number <= pos else _ahead(m, number, pos)] = m.stack[-1]
+    m.room -= 1 if m.room else m.refuse_more()
     return pos + 4
 
 
 def _put(m: PickleMachine, pos: int) -> int:
     line = m.line(pos)
-    m.memo[_integer(m, line, 10)] = m.stack[-1]
+    number = _integer(m, line, 10)
+    m.memo[number if 0 <= number <= pos else _ahead(m, number, pos)] = m.stack[-1]
+    m.room -= 1 if m.room else m.refuse_more()
     return pos + len(line) + 1
+
+
+def _ahead(m: PickleMachine, number: int, pos: int) -> int:
+    """The number of a memo entry that is ahead of the bytes read so far; noted where it is far ahead."""
+    if number < 0:
+        raise ValueError(f"memo entry {number}: there are none below 0")
+    if number > pos + _MEMO_AHEAD:
+        m.refuse(pos - 1, f"stores memo entry {number} after {pos} bytes, which takes {16 * number} bytes of memory")
+    return number
 
 
 def _memoize(m: PickleMachine, pos: int) -> int:
@@ -291,6 +309,7 @@ def _tuple3(m: PickleMachine, pos: int) -> int:
 
 
 def _list(m: PickleMachine, pos: int) -> int:
+    m.room -= 1 if m.room else m.refuse_more()
     items = m.since_mark()
     m.keep(items, pos - 1)
     m.stack.append(items)
@@ -298,6 +317,7 @@ def _list(m: PickleMachine, pos: int) -> int:
 
 
 def _dict(m: PickleMachine, pos: int) -> int:
+    m.room -= 1 if m.room else m.refuse_more()
     items = m.since_mark()
     made: dict[object, object] = {}
     m.stack.append(made)
@@ -306,6 +326,7 @@ def _dict(m: PickleMachine, pos: int) -> int:
 
 
 def _frozenset(m: PickleMachine, pos: int) -> int:
+    m.room -= 1 if m.room else m.refuse_more()
     items = m.since_mark()
     m.charge(SET_COST)
     m.keep(items, pos - 1)
@@ -407,6 +428,7 @@ def _newobj(m: PickleMachine, pos: int) -> int:
     args = m.stack.pop()
     made = m.makes.get(id(m.stack[-1])) if args == () else None
     if made is not None:
+        m.room -= 1 if m.room else m.refuse_more()
         m.stack[-1] = ObjectRecord(callable=made, by_new=True)
     else:
         m.stack[-1] = call(m, m.stack[-1], args, {}, pos - 1, by_new=True)

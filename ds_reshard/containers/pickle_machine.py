@@ -294,8 +294,8 @@ class PickleMachine:
             raise OverLimit("the same values are copied or hashed over and over: not a pickle that pickle writes")
 
     def refuse_more(self) -> NoReturn:
-        """For one byte of the pickle an empty container, or what is memoized, takes a hundred."""
-        raise OverLimit(f"more than {_MOST_CONTAINERS} containers and memo entries")
+        """For one byte of the pickle a container, an object or a memo entry takes a hundred, or several hundred."""
+        raise OverLimit(f"more than {_MOST_CONTAINERS} containers, objects and memo entries")
 
     def check_keys(self, keys: Iterable[object], holder: object = None) -> None:
         """Pay for hashing the keys, and for comparing each with those of the same hash in the `holder` they go into.
@@ -352,6 +352,7 @@ def call(
     make = _MADE.get((function.module, function.name))
     for arg in args if make is not None else ():
         machine.charge(len(arg) if isinstance(arg, _SIZED) else 1)
+    machine.room -= 1 if machine.room else machine.refuse_more()
     as_saved = machine.use(function, args, kwargs, byte, by_new=by_new)
     if make is not None and as_saved:
         if args and make in (set, frozenset, OrderedDict):

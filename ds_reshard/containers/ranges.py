@@ -30,13 +30,14 @@ class Ranges:
 
     def __init__(self, nbytes: int) -> None:
         self._most_nbytes = nbytes
-        self.clear()
         self.after_fork()
+        self.clear()
 
     def clear(self) -> None:
-        self._kept: OrderedDict[Key, bytes] = OrderedDict()
-        self._of_file: dict[File, list[tuple[int, int]]] = {}
-        self._nbytes = 0
+        with self._lock:
+            self._kept: OrderedDict[Key, bytes] = OrderedDict()
+            self._of_file: dict[File, list[tuple[int, int]]] = {}
+            self._nbytes = 0
 
     def forget(self, whether: Callable[[File], bool]) -> None:
         """Give up what is kept of such files."""
@@ -141,11 +142,13 @@ class ReadAhead:
     def expect(self, places: Sequence[Hashable], *, eager: bool = False) -> None:
         """Take these for what is opened one behind the other; with `eager` all of them are."""
         sequence = _Sequence(places, eager=eager)
-        self._places.update((place, (sequence, at)) for at, place in enumerate(places))
+        with self._lock:
+            self._places.update((place, (sequence, at)) for at, place in enumerate(places))
 
     def forget(self, whether: Callable[[Hashable], bool]) -> None:
-        for place in [place for place in self._places if whether(place)]:
-            self._places.pop(place, None)
+        with self._lock:
+            for place in [place for place in self._places if whether(place)]:
+                del self._places[place]
 
     def opened(self, place: Hashable) -> None:
         """Fetch what is expected behind it."""

@@ -82,7 +82,9 @@ def listing(url: str) -> dict[str, Status]:
         return known
     if _is_known(posixpath.dirname(url)) and status(url) is None:
         return {}
-    return _LISTED.setdefault(url, _listed(url))
+    found = _listed(url)
+    with _LOCK:
+        return _LISTED.setdefault(url, found)
 
 
 def _listed(url: str) -> dict[str, Status]:
@@ -114,21 +116,23 @@ def _followed(store: AbstractFileSystem, listed: dict[str, object]) -> dict[str,
 def tree(url: str) -> dict[str, Status]:
     """Each file below a folder, by its path from there; of its folders one listing tells all. Raises OSError."""
     url = url.rstrip("/")
-    if url not in _TREES:
+    known = _TREES.get(url)
+    if known is None:
         flat = listing(url)
         if all(one.nbytes is not None for one in flat.values()):
             return flat
-        found = below(url)
+        known = below(url)
         folders: dict[str, dict[str, Status]] = {"": {}}
-        for path, one in found.items():
+        for path, one in known.items():
             *above, name = path.split("/")
             for depth in range(len(above)):
                 folders.setdefault("/".join(above[:depth]), {})[above[depth]] = Status(None)
             folders.setdefault("/".join(above), {})[name] = one
-        for path, inside in folders.items():
-            _LISTED[f"{url}/{path}".rstrip("/")] = dict(sorted(inside.items()))
-        _TREES[url] = found
-    return _TREES[url]
+        with _LOCK:
+            for path, inside in folders.items():
+                _LISTED[f"{url}/{path}".rstrip("/")] = dict(sorted(inside.items()))
+            _TREES[url] = known
+    return known
 
 
 def _is_known(folder: str) -> bool:
@@ -143,9 +147,11 @@ def _is_known(folder: str) -> bool:
 def forget(url: str) -> None:
     """Ask anew for what lies in a folder and below it."""
     url = url.rstrip("/")
-    for listed in (_LISTED, _TREES):
-        for known in [one for one in listed if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/")]:
-            listed.pop(known, None)
+    with _LOCK:  # threads that open files list folders meanwhile
+        for listed in (_LISTED, _TREES):
+            for one in list(listed):
+                if one == url or one.startswith(f"{url}/") or url.startswith(f"{one}/"):
+                    del listed[one]
 
     def lies_there(place: object) -> bool:
         return isinstance(place, tuple) and str(place[0]).startswith(f"{url}/")
@@ -260,7 +266,8 @@ def changed(urls: Iterable[str]) -> list[str]:
     """Those files that are not what they were when they were listed; a listing for each folder. Raises OSError."""
     found, left = [], sorted(set(urls))
     while left:
-        roots = [root for root in _TREES if left[0].startswith(f"{root}/")]
+        with _LOCK:
+            roots = [root for root in _TREES if left[0].startswith(f"{root}/")]
         root = min(roots, key=len) if roots else left[0].rpartition("/")[0]
         before, now = (_TREES[root], below(root)) if roots else (_LISTED.get(root, {}), _listed(root))
         for url in [url for url in left if url.startswith(f"{root}/")]:

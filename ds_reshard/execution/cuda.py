@@ -20,6 +20,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Protocol
 
+import numpy
 import torch
 
 from ds_reshard.containers.crc import crc32
@@ -29,7 +30,7 @@ from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering, straight
 from ds_reshard.execution.threads import OpenFiles, Seen, ThreadExecutor
-from ds_reshard.planning.copies import Copies, Copy
+from ds_reshard.planning.copies import BUFFER, NUMEL, Copies, Copy
 from ds_reshard.planning.plan import Plan
 
 
@@ -235,13 +236,13 @@ class CudaExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        runs = [copy for runs in Copies.of(plan.copies).runs() for copy in runs]
-        copies = [copy for copy in runs if copy.buffer in tensors and copy.numel]
-        if copies:
-            before = Seen({copy.record for copy in copies})
-            _Load(self, outcome, tensors).run(copies)
+        copies = Copies.of(plan.copies)
+        there = numpy.array([buffer in tensors for buffer in copies.buffers], dtype=bool)[copies.table[BUFFER]]
+        to_device, others = copies.take(there & (copies.table[NUMEL] > 0)), copies.take(~there)
+        if len(to_device):
+            before = Seen(to_device.records_used)
+            _Load(self, outcome, tensors).run(to_device)
             outcome.faults += before.changed_faults()
-        others = tuple(copy for copy in runs if copy.buffer not in tensors)
         outcome.add(self.host.execute(replace(plan, copies=others, fills=()), targets))
         return outcome
 
@@ -257,8 +258,8 @@ class _Load:
         self._noting, self._giving = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
 
-    def run(self, copies: list[Copy]) -> None:
-        """Move the copies; faults are in the outcome."""
+    def run(self, copies: Copies) -> None:
+        """Move the copies, a portion of their rows at a time; faults are in the outcome."""
         executor, threads = self._executor, self._executor.host.threads
         slots = ring(executor.device, executor.slots, executor.slot_nbytes)
         if isinstance(slots, Fault):
@@ -270,16 +271,18 @@ class _Load:
             stream.wait(given)
         for slot in slots:
             self._free.put(slot)
-        work = list(chunks(copies, len(slots[0].memory), executor.named))
-        paths = [run.record.path for chunk in work for run in chunk.runs]
-        with OpenFiles(paths) as self._files:
-            left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
-            try:
-                with ThreadPoolExecutor(threads, "ds-reshard", initializer=executor.device.enter) as pool:
-                    for done in [pool.submit(self._carry_all, left) for _ in range(min(threads, len(work)))]:
-                        done.result()
-            finally:
-                self._finish(slots, work[-1])
+        for runs in copies.runs():
+            work = list(chunks(runs, len(slots[0].memory), executor.named))
+            with OpenFiles(run.record.path for chunk in work for run in chunk.runs) as self._files:
+                left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
+                try:
+                    with ThreadPoolExecutor(threads, "ds-reshard", initializer=executor.device.enter) as pool:
+                        for done in [pool.submit(self._carry_all, left) for _ in range(min(threads, len(work)))]:
+                            done.result()
+                finally:
+                    self._finish(slots, work[-1])
+            if self._stopped.is_set():
+                return
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""

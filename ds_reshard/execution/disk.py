@@ -162,7 +162,7 @@ def spool() -> Iterator[str]:
     within = tempfile.gettempdir()
     for name in os.listdir(within):
         if name.startswith(_SPOOL):
-            with contextlib.suppress(WriteFailed):  # another user's, or removed by another process at this moment
+            with contextlib.suppress(WriteFailed, FileNotFoundError):  # another process removes it at this moment
                 _remove_left(os.path.join(within, name))
     held = None
     while held is None:  # until no other process has taken it for one that was left
@@ -181,6 +181,9 @@ def spool() -> Iterator[str]:
 
 
 def _remove_left(folder: str) -> None:
+    found = os.lstat(folder)  # anybody may put a link there, which leads to a folder of this user
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        return
     held = lock(os.path.join(folder, _HELD))
     if held is not None:
         remove(folder)

@@ -32,6 +32,7 @@ class OpenFiles:
     def __init__(self, paths: Iterable[str]) -> None:
         self._left = Counter(paths)
         self._open: dict[str, Opened] = {}
+        self._opening: dict[str, threading.Lock] = {path: threading.Lock() for path in self._left}
         self._lock = threading.Lock()
 
     def __enter__(self) -> OpenFiles:
@@ -43,7 +44,7 @@ class OpenFiles:
         self._open.clear()
 
     def acquire(self, path: str) -> Opened:
-        with self._lock:
+        with self._opening[path]:  # files are opened side by side: by a store each takes a request
             if path not in self._open:
                 self._open[path] = opened(path)
             return self._open[path]
@@ -97,7 +98,7 @@ class ThreadExecutor:
         outcome = Outcome()
         for fill in plan.fills:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
-        records = {*Copies.of(plan.copies).records, *(one.record for one in plan.checks)}
+        records = {*Copies.of(plan.copies).records_used, *(one.record for one in plan.checks)}
         remote = {record.path for record in records if is_url(record.path)}
         before = Seen(() if self._looks else records)
         room = self.memory_nbytes // (2 * self.chunk_nbytes)  # what was asked for is in memory twice

@@ -63,7 +63,6 @@ def in_copies(
     """
     context = multiprocessing.get_context("fork")
     copies: dict[Connection[object, object], ForkProcess] = {}
-    gc.freeze()  # a copy's collections write into each object that they pass, and so copy its page
     try:
         for _ in range(number):
             here, there = context.Pipe(duplex=False)
@@ -87,7 +86,6 @@ def in_copies(
                     raise said
                 told(said)
     finally:
-        gc.unfreeze()
         for pipe, copy in copies.items():
             copy.kill()
             copy.join()
@@ -100,6 +98,7 @@ def _copy(
     of_others: Sequence[Connection[object, object]],
     parent: int,
 ) -> None:
+    gc.freeze()  # a collection writes into each object that it passes, and so copies its page
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)  # which may be killed, and its lock is held here too
     if os.getppid() != parent:  # before it could ask
         os.kill(os.getpid(), signal.SIGKILL)

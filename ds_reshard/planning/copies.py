@@ -166,7 +166,11 @@ class Copies(Sequence[Copy]):
 
     @property
     def paths(self) -> set[str]:
-        return {self.records[number].path for number in _used(self.table[RECORD])}
+        return {record.path for record in self.records_used}
+
+    @property
+    def records_used(self) -> list[Record]:
+        return [self.records[number] for number in _used(self.table[RECORD])]
 
     @property
     def types_used(self) -> list[Types]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import struct
@@ -136,6 +137,24 @@ def test_a_copy_that_the_system_refuses_something_is_no_bug() -> None:
 
     with pytest.raises(ReadFailed, match=r"refuses what it needs: No such file.*no such folder(.|\n)*ulimit -a"):
         in_copies(2, fails, print)
+
+
+def test_what_the_application_has_frozen_stays_so() -> None:
+    """Copies keep the pages that they share by freezing what they begin with; nothing is frozen, or thawed, here."""
+    told: list[int] = []
+    before = gc.get_freeze_count()
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        in_copies(2, lambda tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
+        assert gc.get_freeze_count() > 0.9 * frozen > 9000
+        assert min(told) > 0.9 * frozen
+    finally:
+        gc.unfreeze()
+    in_copies(2, lambda tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
+    assert gc.get_freeze_count() == 0 and min(told) > 0.9 * frozen
+    if before:
+        gc.freeze()
 
 
 def test_each_part_is_given_out_once() -> None:

@@ -381,6 +381,24 @@ def test_files_that_a_killed_process_did_not_send_are_removed(checkpoint: Path, 
         assert not left.exists() and Path(mine).is_dir() and Path(other).is_dir()
 
 
+@pytest.mark.parametrize("what", ["a link", "another user's"])
+def test_a_spool_takes_nothing_for_left_that_is_not_its_users_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
+) -> None:
+    """Whoever may write to TMPDIR could have a folder elsewhere emptied by a link of that name."""
+    kept, name = tmp_path / "kept", tmp_path / "shared" / "ds-reshard-spool-x"
+    kept.mkdir()
+    name.parent.mkdir()
+    name.symlink_to(kept) if what == "a link" else name.mkdir()
+    if what != "a link":
+        monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 1)
+    (name / "file").write_text("kept")
+    monkeypatch.setattr("tempfile.tempdir", str(name.parent))
+    with disk.spool():
+        assert [one.name for one in name.iterdir()] == ["file"]
+    assert [one.name for one in name.iterdir()] == ["file"]
+
+
 @pytest.mark.parametrize("taken", ["removed", "held"])
 def test_a_folder_that_another_process_takes_for_one_that_was_left(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, taken: str

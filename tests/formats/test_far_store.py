@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import far_store
 import numpy
@@ -79,6 +80,49 @@ def test_what_is_asked_ahead() -> None:
     asked = [[int(str(one)) for one in sequence.behind(at)] for at in (10, 11, 12, 13, 30, 33, 36, 5)]
     assert asked == [[10], [11], [12, 13, 14], [15, 16, 17], [30], [33], [36, 39, 42], [5]]
     assert len(_Sequence(places, eager=True).behind(0)) == 65
+
+
+def test_what_is_expected_while_other_places_are_forgotten() -> None:
+    ahead, threads = ReadAhead(lambda place: None), list[threading.Thread]()
+    ahead.expect(range(10))
+
+    def whether(place: object) -> bool:
+        if not threads:
+            threads.append(threading.Thread(target=ahead.expect, args=(range(100, 200),)))
+            threads[0].start()
+            threads[0].join(0.2)
+        return place in range(5)
+
+    ahead.forget(whether)
+    threads[0].join()
+    assert [place for place in range(200) if ahead.knows(place)] == [*range(5, 10), *range(100, 200)]
+
+
+def test_a_folder_is_listed_while_another_is_forgotten(shards: Path, tmp_path: Path) -> None:
+    threads = list[threading.Thread]()
+
+    class Watched(str):
+        """The URL of a folder that was listed; when it is compared another thread lists many."""
+
+        def startswith(self, *given: Any) -> bool:
+            if not threads:
+                threads.append(threading.Thread(target=lists))
+                threads[0].start()
+                threads[0].join(0.2)
+            return super().startswith(*given)
+
+    def lists() -> None:
+        for number in range(20):
+            with remote._LOCK:
+                pass
+            remote._LISTED.setdefault(f"far://{tmp_path}/{number}", {})
+        remote.listing(f"far://{shards}")
+
+    remote._LISTED[Watched("far://somewhere/else")] = {}
+    remote.forget("far://somewhere")
+    threads[0].join()
+    assert "far://somewhere/else" not in remote._LISTED
+    assert f"far://{shards}" in remote._LISTED
 
 
 def test_what_fails_ahead_is_told_whoever_opens_it() -> None:

@@ -16,7 +16,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.nanotron.checkpoint import NanotronShards, open_checkpoint
-from ds_reshard.formats.nanotron.names import read_listing
+from ds_reshard.formats.nanotron.names import Topology, read_listing
 from ds_reshard.formats.nanotron.parameters import parse_pairs, parse_shape, split_of, tiles_of
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
@@ -82,6 +82,28 @@ def test_two_topologies_of_one_state_are_equal(tmp_path: Path) -> None:
     (found,) = diff(str(a), str(c)).differing
     assert (found.name, found.kind, found.differing) == ("blocks.0.pp_block.mix.weight", "exp_avg", 1)
     assert found.first == (1, 7)
+
+
+def test_each_optimizer_file_has_its_rank() -> None:
+    for topology in (Topology(pp=2, tp=3, dp=4, exp=1), Topology(pp=3, tp=2, dp=None, exp=1)):
+        ranks = list(topology.ranks)
+        assert [topology.rank(shard) for shard in range(len(ranks))] == ranks
+        assert [topology.shard(rank) for rank in ranks] == list(range(len(ranks)))
+
+
+@pytest.mark.parametrize("tool", [inspect, verify])
+def test_ranks_are_not_listed_for_each_file(tool: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening all files is no work that grows with the square of their number."""
+    asked = dict[int, int]()
+    listed, times = Topology.ranks, list[Topology]()
+    assert isinstance(listed, property)
+    monkeypatch.setattr(Topology, "ranks", property(lambda self: times.append(self) or listed.__get__(self)))
+    for dp in (2, 16):
+        folder = str(write(Run(dp=dp, tp=2), tmp_path / str(dp)))
+        times.clear()
+        tool(folder)  # type: ignore[operator]
+        asked[dp] = len(times)
+    assert asked[16] == asked[2] > 0
 
 
 def test_inspect_says_the_topology_and_what_is_held(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,9 @@ from listener import heard
 from payloads import Attack, call, text
 
 from ds_reshard.containers import zip_directory
-from ds_reshard.containers.pickle_reader import read_pickle
-from ds_reshard.containers.pickle_rules import ALLOW_ALL
+from ds_reshard.containers.pickle_machine import PickleMachine
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle, scan_file
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, ReshardError, UnsafePickle
@@ -150,9 +151,59 @@ def test_exponentially_many_ways_cost_linear_time():
     assert time.process_time() - start < 1
 
 
-def test_huge_memo_index_costs_nothing():
-    assert read(b"\x80\x04Kcr\xff\xff\xff\xff0j\xff\xff\xff\xff.") == 99
-    assert read(b"\x80\x04Kcp999999999999999999\n0g999999999999999999\n.") == 99
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04Kcr\xff\xff\xff\xff0j\xff\xff\xff\xff.",
+        b"\x80\x02Nr\x00\x00\x00\x04.",
+        b"\x80\x02]r\x00\x00\x02\x00.",
+        b"\x80\x04Kcp999999999999999999\n0g999999999999999999\n.",
+        b"N0Np70000\n.",
+        b"Np-1\n.",
+    ],
+)
+def test_memo_entries_far_ahead_of_the_bytes_are_refused(data, tmp_path):
+    """Python's unpickler allocates 16 bytes for each number up to the entry's: of 12 bytes 1 GiB."""
+    with pytest.raises(UnsafePickle if b"-" not in data else CheckpointDamaged, match="memo entry"):
+        read(data)
+    (tmp_path / "data.pkl").write_bytes(data)
+    assert any("memo entry" in fault.what for fault in scan_file(str(tmp_path / "data.pkl"), PickleRules()).faults)
+
+
+def test_memo_entries_that_go_on_counting_are_read():
+    """A pickler that is used twice without `clear_memo`, and Python 2's, which counted from 1."""
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream, 2)
+    pickler.dump([(n,) for n in range(20_000)])
+    first = stream.tell()
+    pickler.dump([[1.5], ["a"]])
+    again = stream.getvalue()[first:]
+    assert b"r" in again
+    assert read(again) == pickle.loads(again) == [[1.5], ["a"]]
+    assert read(b"(lp1\nI5\na.") == [5]
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (b"\x80\x02", b"(l0"),
+        (b"\x80\x02", b"(d0"),
+        (b"\x80\x04", b"\x8f0"),
+        (b"\x80\x04", b"(N\x910"),
+        (b"\x80\x02ca\nb\nq\1", b"h\1)R0"),
+        (b"\x80\x02ccollections\nOrderedDict\nq\1", b"h\1)\x810"),
+        (b"\x80\x02N", b"r\0\0\0\0"),
+        (b"\x80\x02N", b"p0\n"),
+    ],
+    ids=["lists", "dicts", "sets", "frozensets", "calls", "objects", "memo entries", "memo entries by text"],
+)
+def test_what_takes_a_hundred_bytes_for_one_is_counted(first, again):
+    """There may be 16 million of these in a pickle."""
+    for times in (9, 11):
+        data = first + again * times + b"."
+        machine = PickleMachine(data, lambda given: given, keep_as_record, DEFAULT_LIMITS, PickleRules(), room=10)
+        run_pickle(machine, "file")
+        assert machine.over_limit == (times > 10)
 
 
 def test_every_changed_byte_of_a_pickle_is_a_value_or_an_error():

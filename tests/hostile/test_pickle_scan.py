@@ -227,7 +227,7 @@ OTHERWISE: dict[str, tuple[bytes, str]] = {
     "a tar file": (_named_member(), "calls posix.system('touch pwned')"),
     "many pickles": (b"N." * 20_000, "more than 10000 pickles"),
     "marks": (_zip({"a.pkl": b"(" * (20 << 20)}), "marks are open"),
-    "dicts": (_zip({"a.pkl": b"}" * (20 << 20)}), "containers and memo entries"),
+    "dicts": (_zip({"a.pkl": b"}" * (20 << 20)}), "containers, objects and memo entries"),
     "a member of zeros": (_zip({"a.pkl": bytes(80 << 20)}), "more than 64 MiB"),
 }
 

@@ -19,6 +19,7 @@ from ds_reshard.execution.scatter import ROW_NBYTES, chunks, deal, scattering
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
+from ds_reshard.model.region import Rows
 from ds_reshard.planning.copies import Copy
 from ds_reshard.planning.plan import Check, Plan
 from ds_reshard.testing import ExecutorSuite
@@ -90,6 +91,30 @@ def long_copy(tmp_path, numel):
 def loaded(plan, target, *, memory_nbytes=16 << 10, threads=2, device=None, saw=None, **given):
     host = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True, saw=saw)
     return CudaExecutor(host, device or LateDevice(), **given).execute(plan, {"a": target})
+
+
+@pytest.mark.parametrize("there", ["device", "host", "both"])
+def test_families_of_rows_are_taken_apart_a_portion_at_a_time(tmp_path, monkeypatch, there):
+    """A million rows as objects, all at once, would take more memory than the executor may use."""
+    saved, record = saved_floats(tmp_path, 400)
+    rows = (Rows(50, 8, 4),)
+    copies = [copy(record, half * 4, 4, 0, buffer=buffer)._replace(rows=rows) for half, buffer in enumerate("ab")]
+    targets = {"a": TensorTarget(torch.zeros(200)), "b": TensorTarget(torch.zeros(200))}
+    device, taken, given = LateDevice(), [], []
+    of_device = {"device": "ab", "host": "", "both": "a"}[there]
+    device.holds = lambda tensor: any(tensor is targets[name].tensor for name in of_device)
+    monkeypatch.setattr("ds_reshard.planning.copies._PORTION", 7)
+    monkeypatch.setattr(cuda, "chunks", lambda runs, *more: taken.append(len(runs)) or chunks(runs, *more))
+    host = ThreadExecutor(threads=2, memory_nbytes=16 << 10, checksum=True)
+    execute = host.execute
+    monkeypatch.setattr(host, "execute", lambda plan, to: given.append(len(plan.copies)) or execute(plan, to))
+    outcome = CudaExecutor(host, device).execute(Plan(copies=tuple(copies)), targets)
+    assert outcome.faults == []
+    wanted = saved.view(50, 8)
+    assert torch.equal(targets["a"].tensor, wanted[:, :4].reshape(-1))
+    assert torch.equal(targets["b"].tensor, wanted[:, 4:].reshape(-1))
+    assert sum(taken) == 50 * len(of_device) and max(taken, default=0) <= 7
+    assert given == [2 - len(of_device)]
 
 
 @pytest.mark.parametrize("how", ["written to", "taken the place of", "removed"])

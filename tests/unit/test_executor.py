@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 
-from ds_reshard.execution import buffers
+from ds_reshard.execution import buffers, threads
 from ds_reshard.execution.buffers import (
     HUGE_NBYTES,
     PageChoice,
@@ -170,6 +171,25 @@ def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
 class BrokenTarget(TensorTarget):
     def view(self, element_offset, numel, dtype):
         raise RuntimeError("broken target")
+
+
+def test_files_are_opened_side_by_side_and_each_once(monkeypatch):
+    """Opening a file of a store takes a request: two threads that wait for each other both come through."""
+    both, calls = threading.Barrier(2, timeout=20), []
+
+    def opened(path):
+        calls.append(path)
+        both.wait()
+        return path
+
+    monkeypatch.setattr(threads, "opened", opened)
+    monkeypatch.setattr(threads, "close", lambda file: calls.append(f"close {file}"))
+    with threads.OpenFiles(["a", "b", "a", "b"]) as files, ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(files.acquire, ["a", "b", "a", "b"])) == ["a", "b", "a", "b"]
+        for path in ("a", "a", "b"):
+            files.release(path)
+        assert sorted(calls) == ["a", "b", "close a"]
+    assert sorted(calls) == ["a", "b", "close a", "close b"]
 
 
 def test_files_are_closed_when_a_target_breaks(tmp_path):

@@ -277,7 +277,7 @@ class NanotronShards:
         checkpoint = self.checkpoint
         if family != OPTIM:
             return {DATA: extent_of(checkpoint.parameters[family.removeprefix("model/")].files[shard])}
-        rank = list(checkpoint.topology.ranks)[shard]
+        rank = checkpoint.topology.rank(shard)
         path = checkpoint.listing.path(checkpoint.listing.optimizer[rank])
         first = checkpoint.stages[rank.pp]
         file = first if path == first.path else read_optimizer(path)

@@ -64,6 +64,11 @@ class Topology:
         """The number of a rank's optimizer file."""
         return (rank.pp * self.tp + rank.tp) * self.dp_files + rank.dp
 
+    def rank(self, shard: int) -> Rank:
+        """The rank whose optimizer file has that number."""
+        row, dp = divmod(shard, self.dp_files)
+        return Rank(pp=row // self.tp, tp=row % self.tp, dp=dp)
+
 
 def state_name(kind: str, topology: Topology, rank: Rank) -> str:
     """`optimizer_filename` or `lr_scheduler_filename`, below the checkpoint's folder."""
@@ -201,7 +206,8 @@ def _topology(
     if topology.exp != 1:
         return topology, [experts(f"{folder}/optimizer", topology.exp)]
     held = _by_rank(states)
-    beyond = [name for rank, name in held.items() if rank not in set(topology.ranks)]
+    ranks = set(topology.ranks)
+    beyond = [name for rank, name in held.items() if rank not in ranks]
     what = "is of a rank beyond the size in its name"
     faults = [damaged(f"{folder}/{name}", what, "a rank below it", name) for name in beyond]
     return topology, [*_missing(folder, "optimizer", topology, held), *faults]
