@@ -81,3 +81,77 @@ def load_curious(run: Run, folder: str) -> dict[str, Any]:
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
     return engine.module.told()
+
+
+class Scaled(torch.nn.Module):
+    """A frozen weight whose scales are written into the state dict and not loaded, as of bitsandbytes' Linear4bit.
+
+    Of the two, one is a tensor that it keeps and the other is made anew (`QuantState.as_dict(packed=True)`, 0.49).
+    """
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        codes = torch.arange(6, dtype=torch.uint8).view(2, 3)
+        self.weight = torch.nn.Parameter(codes, requires_grad=False)
+        self.absmax = torch.full((2,), scale)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight.absmax"] = self.absmax
+        destination[prefix + "weight.packed"] = (self.absmax * 8).to(torch.uint8)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows @ (self.weight.to(rows.dtype) * self.absmax.to(rows.dtype)[:, None]).T
+
+
+class Adapted(torch.nn.Module):
+    """That weight, and what is trained beside it."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self.base = Scaled(scale)
+        self.adapter = torch.nn.Linear(3, 2)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        rows = tokens.to(self.adapter.weight.dtype)[:, None].repeat(1, 3)
+        return (self.base(rows) + self.adapter(rows)).float().square().mean()
+
+
+def _adapted(run: Run, seed: int, scale: float) -> Any:
+    import deepspeed
+
+    torch.manual_seed(seed)
+    net = Adapted(scale)
+    optimizer = torch.optim.AdamW(net.adapter.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
+    return engine
+
+
+def _held(engine: Any) -> dict[str, Any]:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    masters = {
+        name: safe_get_full_fp32_param(param).tolist() for name, param in engine.module.adapter.named_parameters()
+    }
+    return {**masters, "absmax": engine.module.base.absmax.tolist()}
+
+
+def save_adapted(run: Run, folder: str, exclude: bool) -> dict[str, Any]:
+    engine = _adapted(run, seed=5, scale=2.0)
+    train(engine, 0, 2)
+    engine.save_checkpoint(folder, exclude_frozen_parameters=exclude)
+    return _held(engine)
+
+
+def load_adapted(run: Run, folder: str, scale: float, strict: bool) -> dict[str, Any]:
+    """What the engine holds then; or the error, and whether the engine holds what it held before."""
+    import ds_reshard
+
+    engine = _adapted(run, seed=6, scale=scale)
+    before = _held(engine)
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.load_checkpoint(folder, load_module_strict=strict)
+        except ds_reshard.ReshardError as error:
+            return {"error": type(error).__name__, "text": str(error), "unchanged": _held(engine) == before}
+    return _held(engine)

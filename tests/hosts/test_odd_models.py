@@ -68,6 +68,27 @@ def test_modules_that_take_part_in_loading_do(worlds: Any, tmp_path: Path, sourc
     assert loaded == [told[0]] * target.dp
 
 
+@pytest.mark.parametrize(("source", "target"), ((Run(2, 2), Run(1, 1)), (Run(1, 1), Run(2, 2)), (Run(3, 2), Run(3, 1))))
+def test_entries_that_no_module_loads_are_judged_before_the_load(
+    worlds: Any, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """Left out of the save, they stay as built. Saved, a load that is not strict takes those of this run if equal."""
+
+    def load(exclude: bool, scale: float, strict: bool) -> Any:
+        given = {"run": target, "folder": str(tmp_path / str(exclude)), "scale": scale, "strict": strict}
+        return worlds[target.dp].run("curious.load_adapted", **given)
+
+    for exclude in (True, False):
+        given = {"run": source, "folder": str(tmp_path / str(exclude)), "exclude": exclude}
+        saved = worlds[source.dp].run("curious.save_adapted", **given)
+        assert load(exclude, scale=2.0, strict=False) == [saved[0]] * target.dp
+    assert load(exclude=True, scale=3.0, strict=False) == [{**saved[0], "absmax": [3.0, 3.0]}] * target.dp
+    for scale, strict, said in ((3.0, False, "has another value in this run"), (2.0, True, "load_module_strict=False")):
+        refused = load(exclude=False, scale=scale, strict=strict)
+        assert all(rank["error"] == "ModelMismatch" and rank["unchanged"] for rank in refused), refused
+        assert all("base.weight.absmax and 1 more" in rank["text"] and said in rank["text"] for rank in refused)
+
+
 def test_a_stage_0_optimizer_is_never_matched_to_other_names(worlds: Any, saves: Saves) -> None:
     """It is matched by order alone, so a renamed parameter is an error also when the load is not strict."""
     folder, _ = saves(Run(0, 1, "fp32"), Model())

@@ -7,22 +7,24 @@ import functools
 import io
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+import torch
 
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
+from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.live import live_kind
-from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
-from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
+EXTRA_STATE = "_extra_state"
 MEND = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
 _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
@@ -345,3 +348,63 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
         "deepspeed.utils.tensor_fragment.fragment_address": plain(fragment_address),
         "deepspeed.runtime.zero.config.ZeroStageEnum": call(ZeroStageEnum),
     }
+
+
+Unloaded = tuple[object, Set[str]]
+"""The value of an entry that no module loads, and the names of the tensors that it belongs to."""
+
+
+def entries_unloaded(module: torch.nn.Module, state: Mapping[str, object]) -> dict[str, list[str]]:
+    """The entries of a module's state dict that `load_state_dict` calls unexpected, and the tensors they belong to.
+
+    Their modules only write them, as bitsandbytes' Linear4bit its scales. A module that has a loader or a hook of its
+    own may take any entry.
+    """
+    found: dict[str, list[str]] = {}
+    for name in state:
+        part, left = module, name.split(".")
+        own = has_loader(part)
+        while len(left) > 1 and (inner := part._modules.get(left[0])) is not None:
+            part, left = inner, left[1:]
+            own = own or has_loader(part)
+        held = {**part._parameters, **part._buffers}
+        if not own and left[0] != EXTRA_STATE and (len(left) > 1 or left[0] not in held):
+            prefix = name.removesuffix(".".join(left))
+            found[name] = [prefix + one for one in ([left[0]] if left[0] in held else held)]
+    return found
+
+
+def has_loader(module: torch.nn.Module) -> bool:
+    """Whether a module takes part in loading, by hooks or a loader of its own."""
+    return bool(
+        module._load_state_dict_pre_hooks
+        or module._load_state_dict_post_hooks
+        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+    )
+
+
+def unloaded_faults(checkpoint: ZeroCheckpoint, unloaded: Mapping[str, Unloaded], *, strict: bool) -> Iterator[Fault]:
+    """Saved entries that no module loads are errors if the load is strict.
+
+    Else each must be what this run has, where the tensor that it belongs to is loaded: a save without frozen weights
+    has their scales all the same (`module_state_dict` leaves out parameters alone, runtime/engine.py, 0.19.8).
+    """
+    saved = checkpoint.model
+    named = {*saved.module, *saved.objects}
+    held = [name for name in unloaded if name in named]
+    what, mend = "is saved by its module, which does not load it", "pass load_module_strict=False"
+    if not strict:
+        loaded = [name for name in held if not unloaded[name][1].isdisjoint(named | saved.trainable.keys())]
+        held = [name for name in loaded if not _is_same(saved.module.get(name), unloaded[name][0])]
+        what = "has another value in this run, and its module does not load it"
+        mend = "build the model from the frozen weights of the saved run"
+    if held:
+        more = f" and {len(held) - 1} more entries" if len(held) > 1 else ""
+        yield ModelMismatch.fault(f"module entry {held[0]}{more}", what, mend=mend)
+
+
+def _is_same(record: TensorRecord | None, value: object) -> bool:
+    if record is None or not isinstance(value, torch.Tensor) or record.shape != tuple(value.shape):
+        return False
+    saved = read_tensor(record)
+    return saved.dtype is value.dtype and same_bits(saved.reshape(-1), value.detach().cpu().reshape(-1))

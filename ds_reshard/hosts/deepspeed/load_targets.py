@@ -16,6 +16,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole, whole_members, whole_numel
 from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.hosts.deepspeed.divided import Share
+from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Unloaded, entries_unloaded, unloaded_faults
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import MOMENTUM, FlatBuffer, LiveOptimizer
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
 
 RUN = "run"
-EXTRA_STATE = "_extra_state"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -138,15 +138,19 @@ def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
 
 
 def want_model(
-    wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, *, masters: bool
+    wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, *, masters: bool, strict: bool
 ) -> None:
     """Want every weight and buffer of the module.
 
     `masters` says that fp32 masters are loaded: a trainable weight that the checkpoint lacks, or holds
-    in another type than this run trains in, is then cast from its master.
+    in another type than this run trains in, is then cast from its master. What no module loads is not wanted.
     """
     trainable = {name for buffer in live.buffers for name in buffer.shapes} if live else set()
-    wants.state = engine.module.state_dict(keep_vars=True)
+    wants.state = state = engine.module.state_dict(keep_vars=True)
+    unloaded: dict[str, Unloaded] = {}
+    for name, beside in entries_unloaded(engine.module, state).items():
+        unloaded[grid.named(name)] = state.pop(name), {grid.named(one) for one in beside}
+    wants.faults += unloaded_faults(wants.checkpoint, unloaded, strict=strict)
     if live is not None and live.kind == "zero3":
         _want_partitioned(wants, engine, live, masters=masters)
     for own_names, tensor in entries_of(wants.state):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -17,10 +17,9 @@ from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.adopt import adopt
-from ds_reshard.hosts.deepspeed.entries import Request, load_sampler
+from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Request, has_loader, load_sampler
 from ds_reshard.hosts.deepspeed.grid import param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
-from ds_reshard.hosts.deepspeed.load_targets import EXTRA_STATE
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
@@ -167,7 +166,7 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request,
             request.custom_load_fn(src={**state, **prepared.extra}, dst=engine.module)
         else:
             if _loads_itself(engine.module, prepared.wants.state):
-                _run_loaders(engine.module, prepared.wants.state)
+                _run_loaders(engine.module, prepared.wants.state, prepared.checkpoint.model.module)
             for name, extra in prepared.extra.items():
                 engine.module.get_submodule(name).set_extra_state(extra)
     if settings.checksum:
@@ -180,23 +179,18 @@ def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if any(hasattr(value, "data_ptr") and id(value) not in own for value in state.values()):
         return True
-    return any(
-        part._load_state_dict_pre_hooks
-        or part._load_state_dict_post_hooks
-        or not type(part)._load_from_state_dict.__module__.startswith("torch.nn.")
-        for part in module.modules()
-    )
+    return any(map(has_loader, module.modules()))
 
 
-def _run_loaders(module: torch.nn.Module, state: Mapping[str, object]) -> None:
+def _run_loaders(module: torch.nn.Module, state: Mapping[str, object], saved: Container[str]) -> None:
     """Let the module load what was read: a copy of each tensor onto itself, and all that it does besides."""
     skipped = {name for name in state if name.rpartition(".")[2] == EXTRA_STATE}
     whole = {name: value for name, value in state.items() if name not in skipped and not hasattr(value, "ds_id")}
     answer = module.load_state_dict(whole, strict=False)
-    if answer.unexpected_keys:
+    if unloaded := [name for name in answer.unexpected_keys if name in saved]:
         raise ModelMismatch(
             f"module {type(module).__name__}: its state dict has entries that it does not load itself: "
-            f"{', '.join(answer.unexpected_keys[:8])}; resume with the layout that was saved"
+            f"{', '.join(unloaded[:8])}; resume with the layout that was saved"
         )
 
 

@@ -145,7 +145,7 @@ def prepare(
     own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
     masters, states = loads_optimizer and own, loads_optimizer and request.moments
     wants = Wants(checkpoint=checkpoint, divided=divided)
-    _fill(wants, engine, live, grid, loads_optimizer=loads_optimizer, states=states, masters=masters, custom=custom)
+    _fill(wants, engine, live, grid, request, loads_optimizer=loads_optimizer, states=states, masters=masters)
     model = _own_model(engine, checkpoint, grid)
     if model is not checkpoint.model and checkpoint.listing.partitioned_model:
         wants.take_buffers(model)
@@ -227,15 +227,16 @@ def _fill(
     engine: DeepSpeedEngine,
     live: LiveOptimizer | None,
     grid: LiveGrid,
+    request: Request,
     *,
     loads_optimizer: bool,
     states: bool,
     masters: bool,
-    custom: bool,
 ) -> None:
-    """Want what the load is asked for; of the module nothing that a `custom` load function fills."""
+    """Want what the load is asked for; of the module nothing that a custom load function fills."""
+    custom = request.custom_load_fn is not None
     if not custom:
-        want_model(wants, engine, live, grid, masters=masters)
+        want_model(wants, engine, live, grid, masters=masters, strict=request.strict)
         take_own_weights(wants, grid)
     if live is None:
         return
