@@ -66,12 +66,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in refusals]
 
 
-def pytest_pycollect_makeitem(collector: pytest.Collector, name: str, obj: object) -> None:
-    """A class that DeepSpeed's tests mark as a fixture, in a way that pytest 8.4 and later do not see, is one."""
-    if isinstance(obj, type) and getattr(obj, "is_dist_fixture", False):
-        collector.session._fixturemanager._register_fixture(name=name, func=obj, node=collector)
-
-
 FusedAdamBuilder.load = lambda self, verbose=True: Kernel
 for name in NOT_COMPILED:
     deepspeed.ops.__compatible_ops__[name] = False

@@ -104,7 +104,11 @@ def main() -> int:
     RESULTS.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     write_block(results)
     _show(results)
-    return int(any(cell["outcome"] == "failed" for release in results["releases"] for cell in release["cells"]))
+    unseen = [release["deepspeed"] for release in results["releases"] if not release["cells"]]
+    if unseen:
+        console.print(f"without any cell, and so not tested: {', '.join(unseen)}")
+    failed = any(cell["outcome"] == "failed" for release in results["releases"] for cell in release["cells"])
+    return int(failed or bool(unseen))
 
 
 if __name__ == "__main__":
