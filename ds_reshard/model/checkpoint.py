@@ -218,16 +218,18 @@ class Format:
     """One format: a folder of `formats/`, and one line in the table of `operations/formats.py`.
 
     `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens
-    them. `describe` says all that they tell, where a format knows more than a Checkpoint does; `survey` collects what
-    is wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises the faults that
-    it is given with its own. `sized` are those that take a data-parallel size. `in_parts` is true where a part of a
-    conversion needs only its shards. `latest` are the files that name the last of several checkpoints, each with the
-    folder that is meant by what it says.
+    them, and `open_weights` without the optimizer's files, where these are files of their own. `describe` says all
+    that they tell, where a format knows more than a Checkpoint does; `survey` collects what is wrong. `writes` has, by
+    the name that `--to` takes, what makes a target of any content; it raises the faults that it is given with its own.
+    `sized` are those that take a data-parallel size. `in_parts` is true where a part of a conversion needs only its
+    shards. `latest` are the files that name the last of several checkpoints, each with the folder that is meant by
+    what it says.
     """
 
     name: str
     list: Callable[[str], Listing | None]
     open: Callable[[Listing], Checkpoint]
+    open_weights: Callable[[Listing], Checkpoint] | None = None
     describe: Callable[[Listing], Inspection] | None = None
     survey: Callable[[Listing], Surveyed] = lambda listing: Surveyed()
     writes: Mapping[str, Writer] = field(default_factory=dict)

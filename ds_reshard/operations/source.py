@@ -46,10 +46,11 @@ _REFUSED = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
 
 
 @uncollected()
-def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) -> Checkpoint:
+def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, optimizer: bool = True) -> Checkpoint:
     """The checkpoint, all of its shards opened and compared with `whole`, and no tensor's bytes read.
 
-    `states=False` passes over scalar states other than the step, which an optimizer may keep per rank. Raises what a
+    `states=False` passes over scalar states other than the step, which an optimizer may keep per rank.
+    `optimizer=False` does not read the optimizer's files, where a format has some of their own. Raises what a
     load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
     that is not read here, as another loader may read it, and ReadFailed or CheckpointNotFound where one cannot be read.
     """
@@ -57,7 +58,8 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True) ->
         open_ahead(found)
     with in_force(rules_in_force()):  # one list of what was read, and is not scanned again
         try:
-            checkpoint = found.format.open(found.listing)
+            alone = found.format.open_weights if not optimizer else None
+            checkpoint = (alone or found.format.open)(found.listing)
         except CheckpointDamaged as error:
             raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
             raise

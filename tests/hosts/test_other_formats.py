@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import Model, Run
-from gathered import assert_same
+import torch
+from cases import Model, Run, ds_config
+from gathered import assert_same, same_bits
 from safetensors.torch import load_file, save_file
 from saves import Saves
 
@@ -84,6 +86,31 @@ def test_what_the_source_does_not_hold_is_refused(worlds: Any, folders: Any, tmp
     convert(str(folders("bf16", "dcp")[0]), str(tmp_path / "weights"), to="safetensors")
     assert "holds no optimizer" in _refused(worlds, run, tmp_path / "weights")
     assert "ModelMismatch" in _refused(worlds, run, folder, Model(groups=2, scheduler=False, tied=True))
+
+
+def test_an_optimizer_without_names_decides_no_load_of_weights_alone(
+    worlds: Any, folders: Any, foreseen: Any, tmp_path: Path
+) -> None:
+    """Neither does a file of another kind in its place, which is not opened."""
+    source, saved = folders("bf16", "pytorch")
+    folder, run = tmp_path / "saved", Run(1, 2)
+    shutil.copytree(source, folder)
+    state = torch.load(folder / "optimizer.pt", weights_only=True)
+    for group in state["param_groups"]:
+        del group["param_names"]
+    torch.save(state, folder / "optimizer.pt")
+    assert "which parameter is which" in _refused(worlds, run, folder)
+    for content in (None, b"no file of torch"):
+        if content is not None:
+            (folder / "optimizer.pt").write_bytes(content)
+        alone = {"load_optimizer_states": False}
+        loaded = worlds[2].run("load", run=run, model=MODEL, folder=str(folder), arguments=alone)
+        assert all(same_bits(loaded[0]["weights"][name], kept) for name, kept in saved[0]["weights"].items())
+    skipped = {**ds_config(run), "ds_reshard": {"resume": {"optimizer": "skip"}}}
+    for config, faults in ((skipped, 0), (ds_config(run), 1)):
+        assert len(foreseen.forecast(str(folder), foreseen.Coming(config=config, world=2)).faults) == faults
+    (folder / "optimizer.pt").unlink()
+    assert foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=2)).faults == ()
 
 
 def test_a_tied_weight_that_was_saved_twice(worlds: Any, saves: Saves, tmp_path: Path) -> None:

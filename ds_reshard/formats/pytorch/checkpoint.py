@@ -73,7 +73,7 @@ class PytorchCheckpoint(SavedState):
         return self.extents[family]
 
 
-def open_pytorch(folder: str) -> PytorchCheckpoint:
+def open_pytorch(folder: str, *, optimizer: bool = True) -> PytorchCheckpoint:
     """Read headers and pickles. Raises, with every reason, for files that are missing, damaged or not proved.
 
     Each number of the optimizer is proved: states are of the shape of the weight that it is said to be.
@@ -85,12 +85,12 @@ def open_pytorch(folder: str) -> PytorchCheckpoint:
         found[name] = {TensorKey(name=key, kind=WEIGHT): tensor for key, tensor in tensors.items()}
     weights = {key.name: tensor for tensors in found.values() for key, tensor in tensors.items()}
     facts, objects = None, dict(_scheduler(folder))
-    file = _single(folder, OPTIMIZERS, "states of the optimizer")
+    file = _single(folder, OPTIMIZERS, "states of the optimizer") if optimizer else None
     if file is not None:
         facts, found[file] = _optimizer(folder, file, weights)
     notes += _clock(folder, facts, objects)
     objects |= _iteration(folder, facts, left_out)
-    left_out += _others(folder, found)
+    left_out += _others(folder, found) if optimizer else ()
     placements: dict[TensorKey, Placement] = {}
     extents: dict[str, dict[str, Extent]] = {}
     for name, held in found.items():

@@ -119,5 +119,6 @@ PYTORCH = Format(
     name="plain PyTorch",
     list=list_pytorch,
     open=lambda listing: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
+    open_weights=lambda listing: SavedCheckpoint(open_pytorch(listing.folder, optimizer=False), listing.nbytes),
     writes={TO: _write},
 )

@@ -287,7 +287,7 @@ def _of_another_format(load_dir: str, tag: object) -> Located | None:
 
 def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
     """A checkpoint of another format as one of ZeRO; every reason why it is none, in one error."""
-    source = open_any(found, whole=False)
+    source = open_any(found, whole=False, optimizer=optimizer)
     content, renamed = source.content(), read_name_map(names) if names is not None else None
     faults = list(renamed.faults(content)) if renamed is not None else []
     content = renamed.applied(content) if renamed is not None else content

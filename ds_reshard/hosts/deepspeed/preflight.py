@@ -44,6 +44,7 @@ from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.lr_preview import HOOKS_NEEDED
+from ds_reshard.resume.policy_sources import policy_beside
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
 
@@ -187,7 +188,8 @@ class _Forecasting:
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
         place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
-        found = look(folder, self.tag, optimizer=True, universal=universal, names=names, row=place)
+        wanted = resume_values.narrowed(self.request, policy_beside(self.coming.config)).load_optimizer
+        found = look(folder, self.tag, optimizer=wanted, universal=universal, names=names, row=place)
         self.rows[row] = found.checkpoint
         return found
 

@@ -95,9 +95,10 @@ class Prepared:
 class ForeignShards(ZeroShards):
     """The shards of a checkpoint of another format, which this rank opens itself; they say nothing that ZeRO's say."""
 
-    def __init__(self, checkpoint: ZeroCheckpoint) -> None:
+    def __init__(self, checkpoint: ZeroCheckpoint, request: Request) -> None:
         super().__init__(checkpoint=checkpoint)
-        self._opened = open_checkpoint(find_listing(checkpoint.listing.folder, None), whole=False)
+        found = find_listing(checkpoint.listing.folder, None)
+        self._opened = open_checkpoint(found, whole=False, optimizer=request.load_optimizer)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         found = self._opened.index.open(family.removeprefix(SAME_BYTES), shard)
@@ -125,7 +126,7 @@ def prepare(
     """
     subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
     loads_optimizer = request.load_optimizer and live is not None
-    shards = ForeignShards(checkpoint) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
+    shards = ForeignShards(checkpoint, request) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
     divided, faults = run_shares(engine, grid, checkpoint)
     model_now, strict = live_model(engine, live, grid, divided), request.strict
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict, custom=custom)
