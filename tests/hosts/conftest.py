@@ -51,15 +51,9 @@ def universals(worlds: Any, saves: Saves, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.fixture(scope="session")
-def _grids(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(worlds, tmp_path_factory.mktemp("grids"))
-
-
-@pytest.fixture(scope="module")
-def folders(worlds: Any, _grids: Folders) -> Iterator[Folders]:
+def folders(worlds: Any, tmp_path_factory: pytest.TempPathFactory) -> Folders:
     """What runs of `grid_cases.Grid` saved."""
-    yield _grids
-    worlds.close()  # DeepSpeed keeps the groups of a grid for the process
+    return Folders(worlds, tmp_path_factory.mktemp("grids"))
 
 
 @pytest.fixture(scope="session")

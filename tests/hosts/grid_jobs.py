@@ -8,7 +8,6 @@ the loss sum(p * p / 4) in which the second factor is constant, a weight is what
 from __future__ import annotations
 
 import functools
-import gc
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from devices import BUCKETS, DEVICE
 from grid_cases import Grid
 from grid_models import BUILD, moments, muon_moments, numbers, specs
+from jobs import let_go
 
 _STATE: dict[str, Any] = {}
 
@@ -116,39 +116,14 @@ def build(grid: Grid) -> Any:
 
 
 def _forget() -> None:
-    """The last engine, and the groups of ranks that DeepSpeed keeps for the process."""
+    """Let the last engine go, its process groups with it."""
     from deepspeed.module_inject import layers
-    from deepspeed.utils import groups
 
     layers.set_autotp_mode(training=False)
-    _STATE.clear()
-    gc.collect()
     sequences = sys.modules.get("deepspeed.runtime.sequence_parallel.parallel_state_sp")
     if sequences is not None:
         sequences._release_sequence_parallel_groups()
-    for name, value in {
-        "_WORLD_GROUP": None,
-        "mpu": None,
-        "mesh_device": None,
-        "expert_tensor_parallel_world_size": 1,
-        "_TENSOR_MODEL_PARALLEL_GROUP": None,
-        "_MODEL_PARALLEL_GROUP": None,
-        "_DATA_PARALLEL_GROUP": None,
-        "_ZERO_PARAM_INTRA_PARALLEL_GROUP": None,
-    }.items():
-        setattr(groups, name, value)
-    for name in (
-        "_EXPERT_PARALLEL_GROUP",
-        "_EXPERT_PARALLEL_GROUP_RANKS",
-        "_EXPERT_DATA_PARALLEL_GROUP",
-        "_EXPERT_DATA_PARALLEL_GROUP_RANKS",
-        "_ALL_TO_ALL_GROUP",
-    ):
-        getattr(groups, name).clear()
-    distributed = torch.distributed.distributed_c10d
-    for group in list(distributed._world.pg_map):
-        if group is not torch.distributed.group.WORLD:
-            torch.distributed.destroy_process_group(group)
+    let_go(_STATE)
 
 
 def step(grid: Grid, engine: Any) -> None:

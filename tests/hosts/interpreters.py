@@ -1,8 +1,8 @@
 """An interpreter that begins with the frameworks imported: a script that it runs costs a fork, not their imports.
 
 It is a command like python's own, and `sys.executable` of what it runs: launchers start their ranks with it too. What
-it runs has arguments, environment, folder, paths and streams of its own, no engine, and of ds_reshard only what knows
-no framework: its hosts and hooks are imported anew. A test that is about the order of imports starts python itself.
+it runs has arguments, environment, folder, paths and streams of its own, and no engine; ds_reshard is imported and has
+patched nothing. A test that is about the order of imports starts python itself.
 
     python interpreters.py serve SOCKET COMMAND    one that waits, and forks itself for each call of COMMAND
     python interpreters.py call SOCKET ARGUMENTS   what COMMAND does: passes on a call and ends as it ended
@@ -115,9 +115,9 @@ def load() -> None:
     from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-    import ds_reshard.operations
-    import ds_reshard.resume.report  # noqa: F401  # with rich
+    from package import import_with
 
+    import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
     del sys.path[0]
     for name in ("deepspeed.launcher.launch", "accelerate.commands.launch"):
         del sys.modules[name]  # runpy warns of a module that is there before it is run

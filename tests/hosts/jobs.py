@@ -7,6 +7,7 @@ from `safe_get_*`, which is wrong under round-robin.
 from __future__ import annotations
 
 import datetime
+import functools
 import gc
 import logging
 import os
@@ -30,6 +31,7 @@ def load_frameworks() -> None:
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _groups_at_first()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
 
 
@@ -67,9 +69,36 @@ def trainer_on_cpus() -> Iterator[None]:
 
 def forget() -> None:
     """Let the engine go; what is left is never looked at again: each engine leaves some hundred objects behind."""
-    _STATE.clear()
-    gc.collect()
+    let_go(_STATE)
     gc.freeze()
+
+
+def let_go(state: dict[str, Any]) -> None:
+    """Empty `state`, and destroy its engine and every process group but the world, which keep threads otherwise.
+
+    An engine that is not destroyed is never collected: hooks of autograd, outside of Python's sight, refer to it.
+    """
+    from deepspeed.utils import groups
+    from torch.distributed import distributed_c10d
+
+    if "engine" in state:
+        state["engine"].destroy()
+    state.clear()
+    gc.collect()
+    for name, first in _groups_at_first().items():
+        setattr(groups, name, {} if first == {} else first)
+    world = distributed_c10d._get_default_group()
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not world:
+            torch.distributed.destroy_process_group(group)
+
+
+@functools.cache
+def _groups_at_first() -> dict[str, Any]:
+    """The variables of DeepSpeed's module of groups before any engine: each is None, empty or a size."""
+    from deepspeed.utils import groups
+
+    return {name: value for name, value in vars(groups).items() if value is None or value == {} or type(value) is int}
 
 
 class Net(torch.nn.Module):
@@ -148,8 +177,6 @@ def build(run: Run, model: Model, seed: int | None = None, tiny: bool = False, t
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1.0 / (1 + 0.1 * s)) if model.scheduler else None
     config = ds_config(run)
     mesh = config.pop("mesh", None)
-    if mesh is not None:
-        config["train_micro_batch_size_per_gpu"] = GLOBAL_BATCH // mesh[0]
     sp = config.pop("ulysses", 1)
     if sp > 1:  # newer than DeepSpeed 0.14
         from deepspeed.runtime.sequence_parallel import parallel_state_sp

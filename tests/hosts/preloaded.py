@@ -1,7 +1,4 @@
-"""What the server has imported of which the ranks of `worlds.py` and `fresh.py` are forked; it starts no thread.
-
-Of `ds_reshard` what knows no framework is among it: the hosts and hooks are imported anew in each world.
-"""
+"""What the server has imported of which the ranks of `worlds.py` and `fresh.py` are forked; it starts no thread."""
 
 from __future__ import annotations
 
@@ -18,11 +15,10 @@ import accelerate.utils  # noqa: F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # is imported by the first engine, with torch._inductor
 import fsdp_jobs  # noqa: F401
 import jobs
+from package import import_with
 from transformers import Trainer  # noqa: F401
-
-import ds_reshard.operations
-import ds_reshard.resume.report  # noqa: F401  # with rich
 
 os.fsync = lambda fd: None  # as in conftest.py
 jobs.load_frameworks()
+import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at

@@ -28,6 +28,7 @@ from typing import Any
 
 from devices import DEVICE, environment
 from lifetimes import die_with_parent
+from package import import_with
 from ports import free_port
 
 HERE = Path(__file__).resolve().parent
@@ -162,8 +163,7 @@ def _import() -> None:
         queue.Queue()
     )  # else each rank that saves starts an interpreter, which imports torch, for it
     imported()
-    for name in ("operations", "resume.report"):  # what of it knows no framework: its hosts are imported in a run
-        importlib.import_module(f"ds_reshard.{name}")
+    import_with("megatron", "torch", "dcp")
     gc.freeze()  # what is imported would be most of what each run's collections look at, and copy
 
 
