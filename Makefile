@@ -10,7 +10,7 @@ INSTALLED := .venv/.installed
 unexport PYTHONDONTWRITEBYTECODE
 FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 
-.PHONY: help venv gpu-packages check style types contracts fast-tests test engine-tests other-tests mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr pictures bench gpu gpu-hosts gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
+.PHONY: help venv gpu-packages check style types contracts fast-tests test $(PARTS) mutants torture fuzz fuzz-pickles fuzz-files demo demo-lr pictures bench gpu gpu-hosts gpu-wheels test-versions test-nanotron test-peers test-corpora format docs dist clean
 
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
@@ -70,19 +70,18 @@ contracts: venv
 fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
-# Two parts that take about as long: each imports the frameworks for itself.
+# Four parts that take about as long, more than there are cores: ranks wait for each other, and for the disk.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-ENGINE_TESTS := tests/docs tests/hostile tests/torture $(HOST_TESTS)
-OTHER_TESTS := $(filter-out $(ENGINE_TESTS) tests/hosts tests/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
-OTHER_TESTS += tests/hosts/megatron
-PARTS := other-tests engine-tests
+GRID_TESTS := $(filter tests/hosts/test_grid% tests/hosts/test_preflight% tests/hosts/test_ranks%,$(HOST_TESTS))
+megatron-tests: TESTS = tests/hosts/megatron tests/torture
+grid-tests: TESTS = $(GRID_TESTS) tests/docs tests/hostile
+host-tests: TESTS = $(filter-out $(GRID_TESTS),$(HOST_TESTS))
+other-tests: TESTS = $(filter-out %/docs %/hostile %/hosts %/torture %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
+PARTS := megatron-tests grid-tests host-tests other-tests
 
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
-	@$(MAKE) --no-print-directory --keep-going -j2 $(PARTS)
-
-engine-tests: TESTS = $(ENGINE_TESTS)
-other-tests: TESTS = $(OTHER_TESTS)
+	@$(MAKE) --no-print-directory --keep-going --output-sync=target -j4 $(PARTS)
 
 $(PARTS): venv
 	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(TESTS)
