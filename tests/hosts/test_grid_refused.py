@@ -128,11 +128,17 @@ REFUSED = {
         "UnsupportedLayout",
         "has experts of AutoEP beside tensor or pipeline parallelism, at ZeRO stage 0",
     ),
-    "an expert is placed twice": (
+    "an expert on two ranks, and each on one": (
+        AUTOEP,
+        changed(HEAD, placed([[0, 1, 2], [1, 2, 3]])),
+        "UnsupportedLayout",
+        "or one to several ranks (expected 2 a rank, in order, found 0: [0, 1, 2]; 1: [1, 2, 3]",
+    ),
+    "an expert is placed twice, and one nowhere": (
         AUTOEP,
         changed(HEAD, placed([[0, 1], [1, 2]])),
         "CheckpointDamaged",
-        "says of some experts no rank, or two (expected each of 4 once, found 0: [0, 1]; 1: [1, 2]",
+        "says of some experts no rank (expected each of 4, found 0: [0, 1]; 1: [1, 2]",
     ),
     "experts in another order": (
         AUTOEP,

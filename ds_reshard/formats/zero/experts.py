@@ -436,13 +436,14 @@ def _misplaced(path: str, layer: _Layer) -> Iterator[Fault]:
     if held == {rank: list(range(rank * own, (rank + 1) * own)) for rank in range(layer.ep)}:
         return
     numbers = [number for experts in held.values() for number in (experts if isinstance(experts, list) else [experts])]
-    once = sorted(map(str, numbers)) == sorted(map(str, range(layer.total)))
+    every = set(map(str, numbers)) == set(map(str, range(layer.total)))
     where, found = f"{path}: {layer.prefix}", "; ".join(f"{rank}: {experts}" for rank, experts in held.items())
-    if once:
-        what, mend = "deals its experts out in another order than by rank", "load it with the sizes it was saved with"
+    if every:
+        what = "deals its experts out in another order than by rank, or one to several ranks"
+        mend = "load it with the sizes it was saved with"
         yield UnsupportedLayout.fault(where, what, f"{own} a rank, in order", found, mend=mend)
     else:
-        yield damaged(where, "says of some experts no rank, or two", f"each of {layer.total} once", found)
+        yield damaged(where, "says of some experts no rank", f"each of {layer.total}", found)
 
 
 def _dealt(
