@@ -275,6 +275,20 @@ def wrong_value(where: str, expected: str, value: object) -> Fault:
     )
 
 
+_TRUST = ", or by --trust "
+
+
+def trusting(names: Iterable[str]) -> str:
+    """How to accept classes by their names: one setting that has all of them."""
+    classes = list(dict.fromkeys(names))
+    said, them = ("the class is", "it") if len(classes) == 1 else ("the classes are", "them")
+    listed = ", ".join(f'"{name}"' for name in classes)
+    return (
+        f'if {said} your own, accept {them} by "trust": [{listed}] in the "ds_reshard" section of the '
+        f"DeepSpeed JSON, without DeepSpeed in DS_RESHARD_SETTINGS{_TRUST}{' --trust '.join(classes)}"
+    )
+
+
 def error_of(faults: Iterable[Fault], *, subject: str) -> ReshardError:
     """One error that lists every fault, of which there is one or more.
 
@@ -285,7 +299,8 @@ def error_of(faults: Iterable[Fault], *, subject: str) -> ReshardError:
     lines = [f.line() for f in found[:_SHOWN]]
     if len(found) > _SHOWN:
         lines.append(f"... and {len(found) - _SHOWN} more")
-    mends = list(dict.fromkeys(f.mend for f in found if f.mend))
+    classes = [f.mend.rpartition(_TRUST)[2] for f in found if _TRUST in f.mend]
+    mends = list(dict.fromkeys(trusting(classes) if _TRUST in f.mend else f.mend for f in found if f.mend))
     body = "\n  ".join(lines)
     tail = "".join(f"\n  To mend: {mend}" for mend in mends)
     told = f"{subject}: {len(found)} fault{'s' if len(found) > 1 else ''} found\n  {body}{tail}"

@@ -115,6 +115,7 @@ TESTS = {
     " tests/hosts/test_grid.py::test_a_pipeline_loads_bit_equal_with_other_stages",
     "PADDED": "tests/hosts/test_grid_tensor.py::test_rows_behind_the_vocabulary_are_zeros"
     " tests/hosts/test_grid_tensor.py::test_rows_behind_the_vocabulary_of_what_was_converted_are_zeros",
+    "ACTIVATIONS": "tests/unit/test_revive.py",
     "LOOKED_AT_ONCE": "tests/formats/test_looked_at_once.py",
     "GRID_OFFLINE": "tests/hosts/test_grid_offline.py",
     "LACKING_EXPERTS": "tests/hosts/test_grid.py::test_experts_that_some_files_lack_load_bit_equal",

@@ -13,8 +13,8 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
-from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, wrong_value
+from ds_reshard.containers.pickle_table import ACTIVATIONS, ALLOWED, TRUSTED, Allowed, Args
+from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, trusting, wrong_value
 from ds_reshard.model.during import during
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
@@ -165,6 +165,8 @@ def acts(dotted: str) -> bool:
     functions of torch and numpy that open, run or call what they are given.
     """
     root, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
+    if dotted in ACTIVATIONS:
+        return False
     if root in _HOLDING and (last[:1].isupper() or root == "array"):
         return False
     if root in sys.stdlib_module_names or root in _PYTHON_2 or root in _RUNNING:
@@ -180,15 +182,8 @@ def fault_of(finding: Finding, path: str, member: str) -> Fault:
         return UnsafePickle.fault(
             path, f"{what}; nothing was run", mend="do not load this file elsewhere either: ask whoever wrote it"
         )
-    return TrustRequired.fault(path, f"{what}, for which nobody vouches; nothing was run", mend=trusting(finding.name))
-
-
-def trusting(name: str) -> str:
-    """How to accept a class by its name."""
-    return (
-        f'if the class is your own, accept it by "trust": ["{name[:200]}"] in the "ds_reshard" section of the '
-        f"DeepSpeed JSON, without DeepSpeed in DS_RESHARD_SETTINGS, or by --trust {name[:200]}"
-    )
+    mend = trusting([finding.name[:200]])
+    return TrustRequired.fault(path, f"{what}, for which nobody vouches; nothing was run", mend=mend)
 
 
 # -- values as text ----------------------------------------------------------------------------------------------------

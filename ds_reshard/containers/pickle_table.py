@@ -427,6 +427,19 @@ for _module in ("torch._tensor", "torch.tensor"):  # torch.load reads the second
 _OPENED = "a file of torch.save, which is read as well"
 _allow("torch.storage", "_load_from_bytes", _OPENED, nested="opened", fits=_one_literal)
 
+# torch's functions of tensors alone, which configurations name as activations. Some are built in, as F.gelu.
+ACTIVATIONS = frozenset(
+    f"{module}.{name}"
+    for module, names in {
+        "torch._C._nn": "gelu softplus log_sigmoid",
+        "torch.nn.functional": "relu silu tanh sigmoid leaky_relu elu selu celu mish hardswish hardtanh relu6 softsign "
+        "tanhshrink glu hardsigmoid softmax log_softmax",
+    }.items()
+    for name in names.split()
+)
+for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(ACTIVATIONS)):
+    _allow(_module, _name, "an activation")
+
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.
 for _module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api"):
     _allow(_module, "DTensor", _KIND)

@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ds_reshard.containers.pickle_rules import acts, trusting
+from ds_reshard.containers.pickle_rules import acts
 from ds_reshard.containers.pickle_table import is_enum, reconstructed
 from ds_reshard.containers.revive_recipes import RECIPES, VALUES, Parts
 from ds_reshard.errors import (
@@ -20,6 +20,7 @@ from ds_reshard.errors import (
     UnsafePickle,
     UnsupportedLayout,
     raise_faults,
+    trusting,
 )
 from ds_reshard.model.nesting import LEAVES, children
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
@@ -261,7 +262,7 @@ def _refusal(name: GlobalName, where: str) -> Fault:
             mend="do not load this file elsewhere either: ask whoever wrote it",
         )
     return TrustRequired.fault(
-        where, f"it holds a value of {str(name)[:200]}, which is not rebuilt unasked", mend=trusting(str(name))
+        where, f"it holds a value of {str(name)[:200]}, which is not rebuilt unasked", mend=trusting([str(name)[:200]])
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import importlib
 import operator
 import os
 import pathlib
@@ -16,8 +17,11 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeVar
+
+from ds_reshard.containers.pickle_table import ACTIVATIONS
 
 if TYPE_CHECKING:
     import numpy
@@ -422,6 +426,11 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
 )
 """The classes that are rebuilt without asking, by dotted name."""
 
+
+def _imported(module: str, name: str) -> object:
+    return getattr(importlib.import_module(module), name)
+
+
 VALUES: Mapping[str, Callable[[], object]] = types.MappingProxyType(
     {
         **{
@@ -430,6 +439,7 @@ VALUES: Mapping[str, Callable[[], object]] = types.MappingProxyType(
         },
         "builtins.Ellipsis": _constant(...),
         "builtins.NotImplemented": _constant(NotImplemented),
+        **{name: partial(_imported, *name.rsplit(".", 1)) for name in ACTIVATIONS},
         **_numpy_values(),
     }
 )

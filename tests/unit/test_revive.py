@@ -9,8 +9,10 @@ import decimal
 import enum
 import fractions
 import io
+import json
 import pathlib
 import pickle
+import re
 import signal
 import sys
 import types
@@ -20,6 +22,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -277,6 +280,26 @@ def test_trusted_classes_are_built_as_pickle_builds_them(protocol):
         f"DeepSpeed JSON, without DeepSpeed in DS_RESHARD_SETTINGS, or by --trust {__name__}.{kind}"
         for kind in ["Point", "Custom", "Names", "Table", "Slotted"]
     }
+
+
+def test_all_classes_to_trust_stand_in_one_line_that_mends():
+    data = pickle.dumps([Point(3), Custom(), Names([1]), Table(a=2), Slotted()])
+    with pytest.raises(TrustRequired) as caught:
+        again(data)
+    (line,) = [line for line in str(caught.value).splitlines() if "To mend: " in line]
+    (names,) = re.findall(r'"trust": (\[[^]]*\])', line)
+    assert again(data, trusted=frozenset(json.loads(names)))[0].x == 3
+    assert line.endswith(" ".join(f"--trust {name}" for name in json.loads(names)))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_activations_are_values_and_no_actions(protocol):
+    values = [F.gelu, F.relu, F.silu, F.softplus, F.logsigmoid]
+    assert again(pickle.dumps({"activation": values}, protocol)) == {"activation": values}
+    with pytest.raises(UnsafePickle):
+        again(b"\x80\x02ctorch._C._nn\ngelu\n(K\x01tR.")  # a call of one
+    with pytest.raises(UnsafePickle):
+        again(b"\x80\x02ctorch._C._nn\n_parse_to\n.")
 
 
 def test_objects_of_protocol_zero_are_built_when_no_builtin_holds_them():
