@@ -68,15 +68,15 @@ def trainer_on_cpus() -> Iterator[None]:
 
 
 def forget() -> None:
-    """Let the engine go."""
+    """Let the engine go; what is left is never looked at again: each engine leaves some hundred objects behind."""
     let_go(_STATE)
+    gc.freeze()
 
 
 def let_go(state: dict[str, Any]) -> None:
     """Empty `state`, and destroy its engine and every process group but the world, which keep threads otherwise.
 
-    An engine that is not destroyed is never collected: hooks of autograd, outside of Python's sight, refer to it. What
-    is left is never looked at again: each engine leaves some hundred objects behind.
+    An engine that is not destroyed is never collected: hooks of autograd, outside of Python's sight, refer to it.
     """
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
@@ -91,7 +91,6 @@ def let_go(state: dict[str, Any]) -> None:
     for group in list(distributed_c10d._world.pg_map):
         if group is not world:
             torch.distributed.destroy_process_group(group)
-    gc.freeze()
 
 
 @functools.cache
