@@ -71,6 +71,34 @@ class NameMap:
                     found.setdefault(name, tuple(_filled(form, match) for form in patterns[match.re.pattern]))
         return found
 
+    def renaming(self, names: Sequence[str], tied: Mapping[str, str]) -> dict[str, str]:
+        """New names of those that the map has, for a folder of the run's own framework; faults are a ModelMismatch.
+
+        Other names of a tied parameter, where the map has none of them, are the further ones that it gives the first.
+        """
+        new, faults = dict[str, str](), list[Fault]()
+        for name in names:
+            found = [p for p in self.names if "(" in p and name not in self.names and re.fullmatch(p, name)]
+            if len(found) > 1:
+                faults.append(self._fault(name, "is matched by two patterns of the map", "one", " and ".join(found)))
+            for pattern in found[:1]:
+                match = re.fullmatch(pattern, name)
+                assert match is not None
+                new[name] = _filled(self.names[pattern][0], match)
+            if name in self.names:
+                new[name] = self.names[name][0]
+        for first in sorted(set(tied.values()) & self.names.keys()):
+            others = [name for name in names if tied.get(name) == first and name not in new]
+            new |= dict(zip(others, self.names[first][1:], strict=False))
+        givers: dict[str, str] = {}
+        for name in dict.fromkeys(names):
+            other = givers.setdefault(new.get(name, name), name)
+            if other != name:
+                what = "is the name of several parameters by the map"
+                faults.append(self._fault(new.get(name, name), what, "one", f"{other}, {name}"))
+        raise_faults(faults, subject="names")
+        return {name: other for name, other in new.items() if other != name}
+
     def _unmatched(self, content: Content) -> Iterator[Fault]:
         """Patterns that match no name, and names that two match or of which one makes a number below 0."""
         patterns = [pattern for pattern in self.names if "(" in pattern]
@@ -176,8 +204,11 @@ def asked_names() -> str | None:
     return _ASKED.get("names")
 
 
-def read_name_map(path: str) -> NameMap:
-    """Raises ConfigError, with every reason, where the file is no map of names."""
+def read_name_map(given: str | Mapping[str, object]) -> NameMap:
+    """The map of a JSON file, or one that a JSON has in itself; ConfigError, with every reason, where it is none."""
+    if isinstance(given, Mapping):
+        return _name_map('"names"', _Pairs(given.items()))
+    path = given
     try:
         with open(path, encoding="utf-8") as file:
             pairs = json.load(file, object_pairs_hook=_Pairs)
@@ -187,6 +218,10 @@ def read_name_map(path: str) -> NameMap:
         raise error_of([_unreadable(path, f"is not JSON: {error}")], subject="--names") from error
     if not isinstance(pairs, _Pairs):
         raise error_of([_unreadable(path, "holds no object")], subject="--names")
+    return _name_map(path, pairs)
+
+
+def _name_map(path: str, pairs: _Pairs) -> NameMap:
     faults, names = [], {}
     for name, value in pairs:
         others: object = [value] if isinstance(value, str) else value

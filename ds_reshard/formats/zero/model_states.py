@@ -17,6 +17,7 @@ from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import ElementType, TensorRecord
 
 Shape = tuple[int, ...]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)  # not slotted: what is made of all names is asked for by tensor, and kept
@@ -38,6 +39,25 @@ class ModelStates:
     shared: dict[str, str]
     dp: int
     version: str
+    renamed: bool = False
+
+    def under(self, new: Mapping[str, str]) -> ModelStates:
+        """The same with other names of parameters and buffers, in the same order."""
+
+        def named(of: Mapping[str, Value]) -> dict[str, Value]:
+            return {new.get(name, name): value for name, value in of.items()}
+
+        return replace(
+            self,
+            module=named(self.module),
+            objects=named(self.objects),
+            buffer_names=frozenset(new.get(name, name) for name in self.buffer_names),
+            param_shapes=tuple(map(named, self.param_shapes)) if self.param_shapes is not None else None,
+            frozen_shapes=named(self.frozen_shapes),
+            frozen_fragments=named(self.frozen_fragments),
+            shared={name: new.get(first, first) for name, first in named(self.shared).items()},
+            renamed=True,
+        )
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar, cast
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 
@@ -57,7 +57,8 @@ class Listing:
     `model` is keyed by data-parallel rank (0 alone below stage 3), `optim` likewise: those of one column of the grid of
     tensor- and pipeline-parallel ranks, the first until another is taken. `columns` has them of all, by the number
     after `mp_rank_`, `layers` the files of a PipelineModule, by layer and tensor-parallel rank, `experts` those of
-    experts, by layer and number, and `places` the optimizers of expert-parallel ranks at stage 0.
+    experts, by layer and number, and `places` the optimizers of expert-parallel ranks at stage 0. `rename` is what a
+    model file says, under the names of the run that reads it.
     """
 
     folder: str
@@ -73,6 +74,7 @@ class Listing:
     layers: dict[tuple[int, int], str] = field(default_factory=dict)
     experts: dict[tuple[int, int], str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
+    rename: Callable[[object], object] | None = None
 
     def column(self, number: int) -> Listing:
         """The same folder, seen from another column of the grid."""
@@ -89,7 +91,8 @@ class Listing:
 
     def read(self, name: str, read: Callable[[str, str], Told]) -> Told:
         """What a file says, by a reader that is given its path and the name of its root."""
-        return read(self.path(name), name.removesuffix(".pt"))
+        found = read(self.path(name), name.removesuffix(".pt"))
+        return found if self.rename is None else cast("Told", self.rename(found))
 
 
 def read_listing(folder: str, files: Mapping[str, int], subfolders: frozenset[str] = frozenset()) -> Listing:

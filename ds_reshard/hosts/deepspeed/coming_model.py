@@ -16,7 +16,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.formats.zero.target import turned_back
-from ds_reshard.hosts.deepspeed.prepare import saved_shapes
+from ds_reshard.hosts.deepspeed.unfound import saved_shapes
 from ds_reshard.model.records import TensorRecord
 
 Shape = tuple[int, ...]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
@@ -85,7 +85,9 @@ class Found:
 
     def told(self) -> Found:
         """What is told where all goes well: nothing in it grows with the model."""
-        return replace(self, checkpoint=None, prints={}) if self.listing is not None else self
+        if self.listing is None:
+            return self
+        return replace(self, checkpoint=None, prints={}, listing=replace(self.listing, rename=None))
 
 
 _ASIDE = (
@@ -146,9 +148,10 @@ def look(
     *,
     optimizer: bool,
     universal: bool,
-    names: str | None = None,
+    names: str | Mapping[str, object] | None = None,
     row: Row = ALONE,
     later: bool = False,
+    rename: Callable[[Listing], Listing] = lambda listing: listing,
 ) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
@@ -172,7 +175,7 @@ def look(
         if not folders.is_folder(folder):
             return Found(faults=(_no_tag(load_dir, str(tag), given=given),))
         refuse_unfinished(folder)
-        listing = list_folder(folder)
+        listing = rename(list_folder(folder))
         if later and not (listing.faults or listing.universal or listing.layers):
             return Found(tag=str(tag), listing=listing)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
@@ -285,7 +288,7 @@ def _of_another_format(load_dir: str, tag: object) -> Located | None:
     return None if isinstance(found.listing, Listing) else found
 
 
-def _foreign(found: Located, *, optimizer: bool, names: str | None) -> Found:
+def _foreign(found: Located, *, optimizer: bool, names: str | Mapping[str, object] | None) -> Found:
     """A checkpoint of another format as one of ZeRO; every reason why it is none, in one error."""
     source = open_any(found, whole=False, optimizer=optimizer)
     content, renamed = source.content(), read_name_map(names) if names is not None else None

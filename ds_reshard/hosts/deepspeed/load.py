@@ -22,6 +22,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
@@ -68,6 +69,7 @@ from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
 from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.hosts.deepspeed.unfound import found_at_all, renamed
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
@@ -252,6 +254,8 @@ def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: 
         return told
     if told.listing is not None or told.universal:
         wanted = narrowed(request, _policy(mine, told)).load_optimizer
+        if told.listing is not None:
+            told = replace(told, listing=renamed(told.listing, engine, mine.settings.names))
         found = look_too(told, optimizer=wanted, row=mine.grid.row)
         if found.faults and told.listing is not None and getattr(engine, "use_node_local_storage", bool)():
             found = look_on_node(
@@ -280,7 +284,10 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     if mine.direct:
         wanted = narrowed(request, _policy(mine, found)).load_optimizer
         names, row = mine.settings.names, mine.grid.row
-        looked = look(load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True)
+        rename = partial(renamed, engine=engine, names=names)
+        looked = look(
+            load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True, rename=rename
+        )
         apart = looked.checkpoint is not None and looked.checkpoint.stage == 0 and bool(looked.checkpoint.stages)
         found = replace(looked, own_save=own_save, stages_apart=apart)
     elif mine.settings.enabled:
@@ -430,6 +437,9 @@ def leave_to_deepspeed(
     if leave and not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)
+    if leave and checkpoint.stage == 0 and request.custom_load_fn is None:  # DeepSpeed compares no names there
+        strict = request.strict or request.load_optimizer
+        found_at_all(live_model(engine, mine.live, mine.grid, {}), checkpoint, mine.grid, strict=strict)
     if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
         model = live_model(engine, mine.live, mine.grid, {})
         faults += model_faults(model, checkpoint, mine.grid, optimizer=False, strict=request.strict)

@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
@@ -54,6 +54,7 @@ from ds_reshard.hosts.deepspeed.load_targets import (
     want_optimizer,
 )
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
@@ -129,9 +130,9 @@ def prepare(
     shards = ForeignShards(checkpoint, request) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
     divided, faults = run_shares(engine, grid, checkpoint)
     model_now, strict = live_model(engine, live, grid, divided), request.strict
+    found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer, custom=custom)
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict, custom=custom)
-    faults += _custom_faults(request, live, checkpoint)
-    faults += live.faults() if live is not None else []
+    faults += [*_custom_faults(request, live, checkpoint), *(live.faults() if live is not None else ())]
     raise_faults(faults, subject=subject)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
         checkpoint, extents = groups.ordered
@@ -207,7 +208,7 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     if not listing.partitioned_model or number == 0 or checkpoint.rows or engine.seq_dp_world_size != checkpoint.dp:
         return checkpoint.model
     name = listing.model[number]
-    return read_model_states(listing.path(name), name.removesuffix(".pt"))
+    return listing.read(name, read_model_states)
 
 
 def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -328,7 +329,7 @@ def same_layout(
     groups, or another rule of its steps, it overlooks. Between fp16 and another precision it would take over how the
     loss was scaled.
     """
-    if checkpoint.foreign:
+    if checkpoint.foreign or checkpoint.model.renamed:
         return False
     if kept_quantized(engine) != checkpoint.model.quantized:
         return False
@@ -375,16 +376,6 @@ def same_layout(
 
 def _gaps(gaps: tuple[int, ...] | None) -> tuple[int, ...] | None:
     return gaps if gaps and any(gaps) else None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveModel:
-    """The model of the run: full shapes of trainable, frozen and all state-dict entries."""
-
-    trainable: dict[str, Shape]
-    frozen: dict[str, Shape]
-    buffers: dict[str, Shape]
-    keys: frozenset[str]
 
 
 def live_model(
@@ -460,19 +451,6 @@ def model_faults(
             yield _mismatch(
                 name, "was trained by the saved run but not by this one", "trainable", "frozen or absent", mend
             )
-
-
-def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
-    """Full shapes of everything the checkpoint names, placeholders of stage 3 resolved."""
-    saved = checkpoint.model
-    shapes = {**saved.frozen_shapes, **saved.trainable}
-    for name, tensor in saved.module.items():
-        known = shapes.get(saved.shared.get(name, name))
-        if known is None or not is_placeholder(tensor, known):
-            shapes[name] = tensor.shape
-        else:
-            shapes[name] = known
-    return shapes
 
 
 def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -> Fault:

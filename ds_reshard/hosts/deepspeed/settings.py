@@ -30,7 +30,7 @@ def _switch(value: object) -> bool:
 
 _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "enabled": ("true or false", _switch),
-    "names": ("the path of a JSON file", lambda value: value is None or isinstance(value, str)),
+    "names": ("a map of names, or the path of one", lambda value: value is None or isinstance(value, str | dict)),
     "reshard.always": ("true or false", _switch),
     "reshard.threads": ("a whole number from 1 to 256", _whole(256)),
     "reshard.memory_mib": ("a whole number from 1 to 1048576", _whole(1 << 20)),
@@ -49,8 +49,8 @@ class Settings:
     "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
     `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
     None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
-    `names` is a JSON file with what the parameters of a checkpoint of another format are called in this run, as
-    `convert --names` takes it. `progress` is "auto" or "off", `events` a file, `timeout_s` how long ranks
+    `names` says what the parameters of a checkpoint are called in this run, as `convert --names` takes it, or the
+    path of a file that does. `progress` is "auto" or "off", `events` a file, `timeout_s` how long ranks
     wait for each other; None is what is asked of all hosts.
     """
 
@@ -63,7 +63,7 @@ class Settings:
     trust: frozenset[str] = frozenset()
     resume: Given = field(default_factory=lambda: from_json({}))
     clock: str | None = None
-    names: str | None = None
+    names: str | Mapping[str, object] | None = None
     tensor_parallel: tuple[Rule, ...] = ()
     progress: str | None = None
     events: str | None = None

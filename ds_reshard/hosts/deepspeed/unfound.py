@@ -1,0 +1,123 @@
+"""Whether a checkpoint has what a run trains, under which names, and what renames it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.names import Listing
+from ds_reshard.hosts.deepspeed.grid import LiveGrid, live_grid
+from ds_reshard.hosts.deepspeed.live import Shape
+from ds_reshard.operations.name_map import NameMap, read_name_map
+from ds_reshard.operations.ranks import rank
+from ds_reshard.operations.wrapper_names import patterns
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveModel:
+    """The model of the run: full shapes of trainable, frozen and all state-dict entries."""
+
+    trainable: dict[str, Shape]
+    frozen: dict[str, Shape]
+    buffers: dict[str, Shape]
+    keys: frozenset[str]
+
+
+def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
+    """Full shapes of everything the checkpoint names, placeholders of stage 3 resolved."""
+    saved = checkpoint.model
+    shapes = {**saved.frozen_shapes, **saved.trainable}
+    for name, tensor in saved.module.items():
+        known = shapes.get(saved.shared.get(name, name))
+        if known is None or not is_placeholder(tensor, known):
+            shapes[name] = tensor.shape
+        else:
+            shapes[name] = known
+    return shapes
+
+
+def found_at_all(
+    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, strict: bool, custom: bool = False
+) -> None:
+    """Raise ModelMismatch where the checkpoint has none of the parameters that this run trains.
+
+    Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0. What a
+    `custom` load function fills is its own affair.
+    """
+    shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.answers(name)}
+    trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
+    lacking = [name for name in trained if name not in shapes]
+    if not lacking or custom:
+        return
+    left = sorted(name for name in shapes if name not in model.keys)
+    names = patterns([*shapes, *checkpoint.model.objects], [*model.trainable, *model.frozen, *model.keys])
+    mend = "build the model that was saved, or map its names"
+    if names is not None:
+        mend = f'add "names": {json.dumps(names)} to the "ds_reshard" section of the DeepSpeed JSON'
+    what = f"has {len(trained) - len(lacking)} of the {len(trained)} parameters that this run trains, by their names"
+    shown = f"{', '.join(lacking[:4])}{', ...' if len(lacking) > 4 else ''}"
+    there = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}" or "no other names"
+    if len(lacking) == len(trained) or (strict and names is not None):
+        raise ModelMismatch.of(checkpoint.listing.folder, what, shown, there, mend=mend)
+    if not rank() and not strict:
+        said = f"{what}; as they are stay {shown} (in the checkpoint alone: {there})"
+        logger.warning("%s %s; %s", checkpoint.listing.folder, said, mend)
+
+
+@dataclass(frozen=True, slots=True)
+class Renaming:
+    """What a map of names makes of a model file of DeepSpeed's own; `run` are the names of this run's parameters.
+
+    A folder that has the run's names already, as what this run saves has, stays as it is. `plain` says that names
+    stand in model files alone.
+    """
+
+    names: NameMap
+    run: frozenset[str]
+    plain: bool
+
+    def __call__(self, model: object) -> object:
+        if not isinstance(model, ModelStates):
+            return model
+        held = dict.fromkeys((*model.module, *model.objects, *model.trainable, *model.frozen_shapes))
+        trained = model.trainable or {name: () for name in model.module if name not in model.buffer_names}
+        new = self._new(model, list(held), trained)
+        if not new:
+            return model
+        if not self.plain:
+            what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
+            mend = "ds-reshard convert with --names, and load what it writes"
+            raise UnsupportedLayout.of(model.path, what, mend=mend)
+        return model.under(new)
+
+    def _new(self, model: ModelStates, held: list[str], trained: Mapping[str, Shape]) -> Mapping[str, str]:
+        already = self.run.issuperset(trained)
+        if already and not any(name in self.names.names for name in trained):
+            return {}  # patterns fit what they have given, too
+        new = self.names.renaming(held, model.shared)
+        if already and any(name in trained for name in new):
+            what = "exchanges names of this run: whether the folder has them already, no file says"
+            raise ConfigError.of(self.names.path, what, mend="convert the folder with --names, and leave it out here")
+        return {} if already else new
+
+
+def renamed(listing: Listing, engine: DeepSpeedEngine, names: str | Mapping[str, object] | None) -> Listing:
+    """The listing, whose model files are read under the names of this engine where a map was given."""
+    if names is None:
+        return listing
+    grid = live_grid(engine)
+    run = frozenset(grid.named(name) for name in engine.module.state_dict(keep_vars=True))
+    plain = not (listing.universal or listing.layers or listing.experts or listing.places or len(listing.columns) > 1)
+    return replace(listing, rename=Renaming(read_name_map(names), run, plain))

@@ -1,0 +1,122 @@
+"""Names of parameters that differ by what wrappers put into them: torch.compile, DDP, FSDP, adapters of PEFT."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+from difflib import SequenceMatcher
+from functools import partial
+
+_WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"})
+_ADAPTER = re.compile(r"(?:lora|ia3|vera|hada|lokr|oft|boft|adalora)_\w+|modules_to_save|trainable_tokens_\w+")
+"""A module or parameter list whose entries PEFT calls by the adapter's name (peft/tuners/lora/layer.py, 0.17)."""
+_MOST = 16
+_JOIN = r"\."
+
+Tokens = tuple[str, ...]
+
+
+def patterns(saved: Collection[str], run: Collection[str]) -> dict[str, str] | None:
+    """A map of names, as `NameMap` reads it, that gives saved parameters the names that the run has for them.
+
+    None where no wrapper explains the names that the run has and the checkpoint lacks, or only some of them.
+    """
+    lacking, left = set(run) - set(saved), set(saved) - set(run)
+    ours, theirs = _by_plain(lacking), _by_plain(left)
+    pairs = {theirs[plain]: name for plain, name in ours.items() if plain in theirs}
+    if not pairs:
+        return None
+    edits = [(old, new, *_edit(old.split("."), new.split("."))) for old, new in pairs.items()]
+    ways = [made for made in (_anchored(edits), _anywhere(edits), _by_place(edits), pairs) if made is not None]
+    for made in sorted(ways, key=len):
+        if len(made) <= _MOST and all(_renamed(old, made) == new for old, new in pairs.items()):
+            taken = [_renamed(name, made) for name in saved]
+            if len(set(taken)) == len(taken):
+                return dict(made)
+    return None
+
+
+def _by_plain(names: Iterable[str]) -> dict[str, str]:
+    """The names by what is left of them without wrappers; without those that this does not tell apart."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(_plain(name), []).append(name)
+    return {plain: one for plain, (one, *more) in found.items() if not more}
+
+
+def _plain(name: str) -> str:
+    tokens = [token for token in name.split(".") if token not in _WRAPPERS]
+    tokens = tokens[2:] if tokens[:2] == ["base_model", "model"] else tokens
+    kept = [
+        token
+        for before, token in zip(["", *tokens], tokens, strict=False)
+        if token in ("weight", "bias") or not _ADAPTER.fullmatch(before)
+    ]
+    return ".".join(kept)
+
+
+def _edit(old: list[str], new: list[str]) -> tuple[Tokens, Tokens, Tokens, Tokens]:
+    """What both begin with, what the old and the new one have in the middle, and what both end with."""
+    shortest, end = min(len(old), len(new)), 0
+    while end < shortest and old[-1 - end] == new[-1 - end]:
+        end += 1
+    begin = 0
+    while begin < shortest - end and old[begin] == new[begin]:
+        begin += 1
+    stop = len(old) - end
+    return tuple(old[:begin]), tuple(old[begin:stop]), tuple(new[begin : len(new) - end]), tuple(old[stop:])
+
+
+Edit = tuple[str, str, Tokens, Tokens, Tokens, Tokens]
+
+
+def _dotted(tokens: Tokens) -> str:
+    return "".join(f"{token}." for token in tokens)
+
+
+def _anchored(edits: list[Edit]) -> dict[str, str] | None:
+    """Where all differ at their beginnings alone."""
+    if any(begin or not end for _, _, begin, _, _, end in edits):
+        return None
+    return {f"{re.escape(_dotted(old))}(.+)": f"{_dotted(new)}{{1}}" for _, _, _, old, new, _ in edits}
+
+
+def _anywhere(edits: list[Edit]) -> dict[str, str] | None:
+    if any(not old or not end for _, _, _, old, _, end in edits):
+        return None
+    return {f"(|.+\\.){re.escape(_dotted(old))}(.+)": f"{{1}}{_dotted(new)}{{2}}" for _, _, _, old, new, _ in edits}
+
+
+def _by_place(edits: list[Edit]) -> dict[str, str] | None:
+    """By all that both have, whatever its numbers: a group for each run of it."""
+    made: dict[str, str] = {}
+    for one, other, *_ in edits:
+        old, new = one.split("."), other.split(".")
+        pattern, form, groups = list[str](), list[str](), 0
+        for what, begin, stop, first, last in SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+            tokens = ["[0-9]+" if token.isdecimal() else re.escape(token) for token in old[begin:stop]]
+            if what == "equal":
+                groups += 1
+                pattern.append(f"({_JOIN.join(tokens)})")
+                form.append(f"{{{groups}}}")
+            else:
+                pattern += [re.escape(token) for token in old[begin:stop]]
+                form += new[first:last]
+        made[_JOIN.join(pattern)] = ".".join(form)
+    return made
+
+
+def _renamed(name: str, made: Mapping[str, str]) -> str:
+    """As `NameMap` applies it; "" where two patterns match, which it refuses."""
+    if name in made:
+        return made[name]
+    found = [(match, form) for key, form in made.items() if "(" in key and (match := re.fullmatch(key, name))]
+    if len(found) > 1:
+        return ""
+    for match, form in found:
+        return re.sub(r"\{([0-9]+)\}", partial(_group, match), form)
+    return name
+
+
+def _group(match: re.Match[str], place: re.Match[str]) -> str:
+    return match[int(place[1])]

@@ -1,0 +1,84 @@
+"""Names that a wrapper has changed between save and load: the error gives the line that mends it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Run
+
+from ds_reshard.operations.wrapper_names import patterns
+
+pytestmark = pytest.mark.distributed
+
+ROWS = [
+    (Run(2, 2), "compiled", Run(2, 1), "plain"),
+    (Run(3, 2), "held", Run(1, 2), "compiled"),
+    (Run(2, 2), "plain", Run(2, 2), "compiled"),
+    (Run(0, 1), "compiled", Run(0, 1), "plain"),
+    (Run(1, 1), "half", Run(3, 2), "plain"),
+    (Run(2, 1), "adapter default", Run(2, 2), "adapter mine"),
+    (Run(3, 2), "adapter default", Run(3, 2), "adapter mine"),
+]
+LOOSE = {"load_module_strict": False, "load_optimizer_states": False}
+
+
+@pytest.mark.parametrize(("source", "saved", "target", "loaded"), ROWS, ids=str)
+def test_the_line_of_the_error_renames_them(
+    worlds: Any, tmp_path: Path, source: Run, saved: str, target: Run, loaded: str
+) -> None:
+    """Strict or not; and what the run saves under its own names then loads with the same line."""
+    (truth, *_) = worlds[source.dp].run("wrapped_jobs.save", run=source, wrapper=saved, folder=str(tmp_path / "ckpt"))
+    asked = {"run": target, "wrapper": loaded, "folder": str(tmp_path / "ckpt")}
+    for arguments in ({}, LOOSE) if saved != "half" else ({},):
+        refused = worlds[target.dp].run("wrapped_jobs.load", names=None, **asked, **arguments)
+        assert {one.get("error") for one in refused} == {"ModelMismatch"}, refused
+        assert len({one["text"] for one in refused}) == 1
+        line = re.search(r'add "names": (\{.*\}) to the "ds_reshard" section', refused[0]["text"])
+        assert line is not None, refused[0]["text"]
+    again = str(tmp_path / "again")
+    for told in worlds[target.dp].run("wrapped_jobs.load", names=json.loads(line[1]), again=again, **asked):
+        assert "error" not in told, told
+        shared = truth.keys() & told["held"].keys()
+        assert shared and all(torch.equal(truth[name].float(), told["held"][name].float()) for name in shared)
+
+
+def test_none_of_what_is_trained_is_an_error_and_some_is_a_warning(worlds: Any, tmp_path: Path) -> None:
+    """Whatever strict says; names that no wrapper explains."""
+    worlds[2].run("wrapped_jobs.save", run=Run(2, 2), wrapper="two second", folder=str(tmp_path))
+    asked = {"folder": str(tmp_path), "names": None, **LOOSE}
+    (told,) = worlds[1].run("wrapped_jobs.load", run=Run(2, 1), wrapper="two other", **asked)
+    warned = [line for line in told["lines"] if "has 2 of the 4 parameters that this run trains" in line]
+    assert warned and "other.weight" in warned[0] and "second.weight" in warned[0], told
+    worlds[1].run("wrapped_jobs.save", run=Run(2, 1), wrapper="adapter default", folder=str(tmp_path / "other"))
+    asked["folder"] = str(tmp_path / "other")
+    for told in worlds[2].run("wrapped_jobs.load", run=Run(1, 2), wrapper="two other", **asked):
+        assert told.get("error") == "ModelMismatch" and "has 0 of the 4" in told["text"]
+
+
+def test_names_that_the_run_has_are_not_exchanged_in_silence(worlds: Any, tmp_path: Path) -> None:
+    worlds[1].run("wrapped_jobs.save", run=Run(2, 1), wrapper="two second", folder=str(tmp_path))
+    swap = {"(first|second)\\.weight": "{1}.weight", "first.bias": "second.bias", "second.bias": "first.bias"}
+    asked = {"wrapper": "two second", "folder": str(tmp_path), "names": swap}
+    (told,) = worlds[1].run("wrapped_jobs.load", run=Run(2, 1), **asked)
+    assert told.get("error") == "ConfigError" and "exchanges names of this run" in told["text"]
+
+
+@pytest.mark.parametrize(
+    ("saved", "run"),
+    [
+        ("layers.{}.mlp.weight", "layers.{}._orig_mod.mlp.weight"),
+        ("module.layers.{}.w", "_orig_mod.layers.{}.w"),
+        ("layers.{}.lora_A.weight", "base_model.model.layers.{}.lora_A.default.weight"),
+        ("base_model.model.layers.{}.q.base_layer.weight", "layers.{}.q.weight"),
+    ],
+)
+def test_wrappers_of_every_layer_are_a_few_patterns(saved: str, run: str) -> None:
+    names = [[form.format(number) for number in range(12)] for form in (saved, run)]
+    made = patterns(*names)
+    assert made is not None and len(made) <= 2
+    assert patterns(["a.weight"], ["b.weight"]) is None
