@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lifetimes import alive
 from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
@@ -38,7 +39,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def children() -> set[int]:
-    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split() if alive(int(pid))}
 
 
 @pytest.fixture(autouse=True)
@@ -200,7 +201,7 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool)
         process.kill()
     left = pids
     for _ in range(200):
-        left = [pid for pid in left if Path(f"/proc/{pid}").exists()]
+        left = [pid for pid in left if alive(pid)]
         if not left:
             return
         time.sleep(0.05)

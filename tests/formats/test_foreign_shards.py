@@ -51,7 +51,7 @@ def test_every_tensor_is_found(run: Run, renamed: bool, tmp_path: Path) -> None:
     names.write_text(json.dumps(new))
     found = looked(write(run, tmp_path / "saved"), str(names) if renamed else None)
     assert found.faults == () and found.checkpoint is not None and found.tag == str(STEP)
-    index = Index(found.checkpoint.layout, ForeignShards(found.checkpoint))
+    index = Index(found.checkpoint.layout, ForeignShards(found.checkpoint, optimizer=True))
     masters = {(name, "fp32"): one for (name, kind), one in truth.items() if kind == "weight" and not run.masters}
     expected = {(new[name], kind): one for (name, kind), one in {**truth, **masters}.items()}
     assert {(key.name, key.kind) for key in index.layout.placements} == set(expected)
@@ -70,7 +70,7 @@ def test_shards_of_several_saves_are_told(tmp_path: Path) -> None:
     torch.save(saved, path)
     checkpoint = looked(folder).checkpoint
     assert checkpoint is not None
-    shards = ForeignShards(checkpoint)
+    shards = ForeignShards(checkpoint, optimizer=True)
     index = Index(checkpoint.layout, shards)
     for family, count in checkpoint.layout.shards.items():
         for shard in range(count):
@@ -87,7 +87,7 @@ def test_a_shard_that_is_damaged_is_told_where_it_lies(tmp_path: Path) -> None:
     checkpoint = looked(folder).checkpoint
     path.write_bytes(path.read_bytes()[:-100])
     assert checkpoint is not None
-    shards = ForeignShards(checkpoint)
+    shards = ForeignShards(checkpoint, optimizer=True)
     with pytest.raises(CheckpointDamaged, match=path.name):
         for family, count in checkpoint.layout.shards.items():
             for shard in range(count):

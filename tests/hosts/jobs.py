@@ -6,6 +6,7 @@ from `safe_get_*`, which is wrong under round-robin.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import gc
@@ -81,9 +82,12 @@ def let_go(state: dict[str, Any]) -> None:
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
 
-    if "engine" in state:
-        state["engine"].destroy()
+    engine = state.get("engine")
     state.clear()
+    with contextlib.suppress(Exception):  # it takes states of an optimizer for dense ones; then the engine stays
+        if engine is not None:
+            engine.destroy()
+    del engine
     gc.collect()
     for name, first in _groups_at_first().items():
         setattr(groups, name, {} if first == {} else first)

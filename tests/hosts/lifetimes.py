@@ -48,21 +48,21 @@ def descendants() -> list[int]:
                 children = [int(pid) for pid in task.read_text().split()]
                 found += children
                 unseen += children
-    return [pid for pid in found if _alive(pid)]
+    return [pid for pid in found if alive(pid)]
 
 
 def end_descendants() -> list[str]:
     """Kill every process below this one until none is left; returns the command lines of those that were alive."""
-    alive = descendants()
-    commands = [_command(pid) for pid in alive]
-    while alive:
-        for pid in alive:
+    living = descendants()
+    commands = [_command(pid) for pid in living]
+    while living:
+        for pid in living:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        for pid in alive:
+        for pid in living:
             with contextlib.suppress(ChildProcessError):  # another process waits for it
                 os.waitpid(pid, 0)
-        alive = descendants()
+        living = descendants()
     return commands
 
 
@@ -72,7 +72,8 @@ def _command(pid: int) -> str:
     return f"process {pid}"
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended may still be there until its parent has heard of it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:

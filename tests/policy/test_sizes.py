@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from house import PACKAGE, ROOT, TESTS, functions, offenders, place, sources
 
-FILE_LINES = 600
+FILE_LINES = 900
 FUNCTION_LINES = 70
 
 
-def test_files_of_the_package_are_under_600_lines() -> None:
-    """A file of ds_reshard is one thought, whatever its length; one that reaches 600 lines holds two."""
+def test_files_of_the_package_are_under_900_lines() -> None:
+    """A file of ds_reshard is one thought, whatever its length; one that reaches 900 lines holds two."""
     lengths = {place(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources(PACKAGE)}
     found = [f"{name}: {lines} lines" for name, lines in lengths.items() if lines >= FILE_LINES]
     assert not found, offenders(f"split these files, each must be under {FILE_LINES} lines:", found)
 
 
-def test_other_files_are_under_600_lines() -> None:
-    """A test, example or benchmark file stays under 600 lines."""
+def test_other_files_are_under_900_lines() -> None:
+    """A test, example or benchmark file stays under 900 lines."""
     folders = (TESTS, ROOT / "examples", ROOT / "benchmarks")
     lengths = {
         place(path): len(path.read_text(encoding="utf-8").splitlines())

@@ -96,10 +96,10 @@ class Prepared:
 class ForeignShards(ZeroShards):
     """The shards of a checkpoint of another format, which this rank opens itself; they say nothing that ZeRO's say."""
 
-    def __init__(self, checkpoint: ZeroCheckpoint, request: Request) -> None:
+    def __init__(self, checkpoint: ZeroCheckpoint, *, optimizer: bool) -> None:
         super().__init__(checkpoint=checkpoint)
         found = find_listing(checkpoint.listing.folder, None)
-        self._opened = open_checkpoint(found, whole=False, optimizer=request.load_optimizer)
+        self._opened = open_checkpoint(found, whole=False, optimizer=optimizer)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         found = self._opened.index.open(family.removeprefix(SAME_BYTES), shard)
@@ -109,6 +109,13 @@ class ForeignShards(ZeroShards):
     def compare(self) -> Sequence[Fault]:
         """What tells that the shards that were opened are of several saves."""
         return self._opened.opened.compare()
+
+
+def shards_of(checkpoint: ZeroCheckpoint, request: Request) -> ZeroShards:
+    """The shards of a checkpoint, which are opened when their bytes are wanted."""
+    if checkpoint.foreign:
+        return ForeignShards(checkpoint, optimizer=request.load_optimizer)
+    return ZeroShards(checkpoint=checkpoint)
 
 
 @uncollected()
@@ -127,7 +134,7 @@ def prepare(
     """
     subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
     loads_optimizer = request.load_optimizer and live is not None
-    shards = ForeignShards(checkpoint, request) if checkpoint.foreign else ZeroShards(checkpoint=checkpoint)
+    shards = shards_of(checkpoint, request)
     divided, faults = run_shares(engine, grid, checkpoint)
     model_now, strict = live_model(engine, live, grid, divided), request.strict
     found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer, custom=custom)
