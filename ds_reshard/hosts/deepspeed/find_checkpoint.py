@@ -338,6 +338,8 @@ def _tag_itself(load_dir: str) -> Iterator[Fault]:
     """A fault for the folder of one tag in place of its parent: DeepSpeed warns that it finds no tag in it, and loads
     nothing (`DeepSpeedEngine.load_checkpoint`, runtime/engine.py, 0.14 to 0.19).
     """
+    if latest_tag(load_dir, *tag_files(universal=False)) is not None:
+        return  # the file that is asked for is that of universal checkpoints
     try:
         find_listing(load_dir, None)
     except ReshardError:

@@ -81,8 +81,15 @@ def test_a_file_that_was_saved_again(nodes: Any, releases: Any, load: str, file:
 @pytest.mark.parametrize("load", LOADS)
 def test_nothing_on_one_node(nodes: Any, releases: Any, load: str, form: str, who: int) -> None:
     places = nodes(form, LOADS[load][1])
-    (places[who] / "ckpt" / TRACKER).unlink()
+    shutil.rmtree(places[who] / "ckpt")
     _refused(_load(releases, places, load), "is not seen by every rank")
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_no_tracker_file_on_one_node(nodes: Any, releases: Any, load: str) -> None:
+    places = nodes("torch", LOADS[load][1])
+    (places[1] / "ckpt" / TRACKER).unlink()
+    _refused(_load(releases, places, load), f"has no file {TRACKER}, without which Megatron-LM would begin anew")
 
 
 FLAGS = ("--no-load-optim", "--finetune", "--no-load-rng", "--ckpt-step 5")
