@@ -24,11 +24,17 @@ class Call:
     __slots__ = ("_bound", "_function", "_given", "arguments", "passed")
 
     def __init__(
-        self, function: Function, signature: inspect.Signature, args: tuple[object, ...], kwargs: dict[str, object]
+        self,
+        function: Function,
+        signature: inspect.Signature,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        *,
+        partial: bool,
     ) -> None:
         self._function = function
         self._given = args, kwargs
-        self._bound = _bound(function, signature, args, kwargs)
+        self._bound = signature.bind_partial(*args, **kwargs) if partial else _bound(function, signature, args, kwargs)
         self.passed: Mapping[str, Any] = dict(self._bound.arguments)
         self._bound.apply_defaults()
         self.arguments: Mapping[str, Any] = dict(self._bound.arguments)
@@ -71,11 +77,13 @@ class Seam:
     """A wrapper by which each call goes to `target`, `package.module:function`, as a `Call`; it returns what that does.
 
     The target is imported with the first call, since hosts are patched while they are imported themselves; `early`
-    imports it with the patch, so that no load waits for that.
+    imports it with the patch, so that no load waits for that. The target of a `partial` seam gets calls that leave out
+    arguments, too: it derives them, or refuses the call by name.
     """
 
     target: str
     early: bool = False
+    partial: bool = False
 
     def __call__(self, original: Function) -> Function:
         module, _, name = self.target.partition(":")
@@ -85,6 +93,6 @@ class Seam:
 
         @functools.wraps(original)
         def call(*args: object, **kwargs: object) -> object:
-            return getattr(import_module(module), name)(Call(original, signature, args, kwargs))
+            return getattr(import_module(module), name)(Call(original, signature, args, kwargs, partial=self.partial))
 
         return call

@@ -26,13 +26,13 @@ HOOKS = HostHooks(
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:save_lr_scheduler",
-            wrapper=Seam(f"{__name__}.scheduler:save_lr_scheduler"),
+            wrapper=Seam(f"{__name__}.scheduler:save_lr_scheduler", partial=True),
             signature=_SCHEDULER,
             summary="saves the scheduler once, is_zero derived from the optimizer",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:load_lr_scheduler",
-            wrapper=Seam(f"{__name__}.scheduler:load_lr_scheduler"),
+            wrapper=Seam(f"{__name__}.scheduler:load_lr_scheduler", partial=True),
             signature=_SCHEDULER,
             summary="goes on with the rates of an uninterrupted run, at any topology, as asked",
         ),
