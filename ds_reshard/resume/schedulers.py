@@ -311,7 +311,7 @@ def may_be_multiplied(scheduler: object, processes: object) -> bool:
     Those of transformers' schedules are arguments of a partial. A function that hides them may be anything.
     """
     found = {n: v for n, v in configuration(scheduler).items() if not n.endswith(_RATES_OR_DERIVED)}
-    lengths = [number for number in _numbers(found) if number > 1 and number == int(number)]
+    lengths = [number for number in _numbers(found) if number > 1 and number % 1 == 0]
     for part in (scheduler, *getattr(scheduler, "_schedulers", ())):
         for function in getattr(part, "lr_lambdas", ()):
             given = getattr(function, "keywords", {}).items()
