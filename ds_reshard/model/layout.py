@@ -231,9 +231,9 @@ class Layout:
             if len(members) == 1:
                 self._check_fit(family, buffer, members)
                 continue
-            by_first: dict[tuple[int, int], list[Placement]] = {}
-            for member in members:
-                by_first.setdefault((member.cut.first, member.cut.step), []).append(member)
+            by_first: dict[tuple[int, int, int], list[Placement]] = {}
+            for member in members:  # copies of one tensor may have parts in common that have no copy
+                by_first.setdefault((member.cut.first, member.cut.step, member.key.copy), []).append(member)
             for together in by_first.values():
                 self._check(family, buffer, together)
 

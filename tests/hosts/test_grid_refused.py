@@ -30,6 +30,7 @@ CUT = Grid("pipeline", pp=2, tp=2, stage=0, layers="divided")
 TP = Grid("autotp", tp=2)
 MOE, PLAIN_MOE = Grid("moe", ep=2, dp=2), Grid("moe", ep=2, dp=2, stage=0)
 AUTOEP, AUTOEP3 = Grid("autoep", ep=2, dp=2), Grid("autoep", ep=2, dp=2, stage=3)
+LAYERS = "ds_autoep_layers"
 HEAD = "mp_rank_00_model_states.pt"
 OPTIM = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
 MODEL = "mp_rank_01_model_states.pt"
@@ -131,8 +132,8 @@ REFUSED = {
     "an expert on two ranks, and each on one": (
         AUTOEP,
         changed(HEAD, placed([[0, 1, 2], [1, 2, 3]])),
-        "UnsupportedLayout",
-        "or one to several ranks (expected 2 a rank, in order, found 0: [0, 1, 2]; 1: [1, 2, 3]",
+        "CheckpointDamaged",
+        "has model.layers.0.mlp.experts.w1 of another shape than its experts (expected [3, 3, 4], found [2, 3, 4]",
     ),
     "an expert is placed twice": (
         AUTOEP,
@@ -140,17 +141,29 @@ REFUSED = {
         "CheckpointDamaged",
         "says of some experts no rank (expected each of 4, found 0: [0, 1]; 1: [1, 2]",
     ),
-    "experts in another order": (
+    "an expert twice on one rank": (
+        AUTOEP,
+        changed(HEAD, placed([[0, 1], [2, 3, 3]])),
+        "CheckpointDamaged",
+        "deals out experts that it has not, or twice to one rank",
+    ),
+    "a placement of another version": (
+        AUTOEP,
+        changed(HEAD, lambda content: [one["expert_placement"].update(version=2) for one in content[LAYERS]]),
+        "UnsupportedLayout",
+        "places its experts as another DeepSpeed describes it (expected version 1, found 2",
+    ),
+    "experts in another order than their map": (
         AUTOEP,
         changed(HEAD, placed([[2, 3], [0, 1]])),
-        "UnsupportedLayout",
-        "deals its experts out in another order than by rank",
+        "CheckpointDamaged",
+        "has an affine map that places experts otherwise than the layer's placement (expected [[2, 3], [0, 1]]",
     ),
     "an affine map of other experts": (
         AUTOEP,
         changed(HEAD, mapped("source", [0, [12, 4, 1]])),
         "CheckpointDamaged",
-        "experts.w1: has an affine map that places experts otherwise than in order over the ranks",
+        "experts.w1: has an affine map that places experts otherwise than the layer's placement",
     ),
     "an affine map of experts that scales": (
         AUTOEP,
@@ -491,7 +504,7 @@ def test_all_that_is_wrong_is_listed_at_once(folders: Folders, tmp_path: Path, c
 OF_FILES = [
     "AutoEP at stage 0",
     "an expert is placed twice",
-    "experts in another order",
+    "experts in another order than their map",
     "an affine map of other experts",
     "an affine map of experts that scales",
     "an expert of AutoEP is missing",

@@ -285,7 +285,11 @@ def open_row(listing: Listing, grid: Grid, row: Row, model: ModelStates, *, opti
         from ds_reshard.formats.zero.pipeline import open_pipeline
 
         return open_pipeline(listing, grid, row, model, optimizer=optimizer)
-    if listing.experts or autoep_sizes(model.entries):
+    if autoep_sizes(model.entries):
+        from ds_reshard.formats.zero.autoep import open_autoep
+
+        return open_autoep(listing, grid, model, optimizer=optimizer)
+    if listing.experts:
         from ds_reshard.formats.zero.experts import open_experts
 
         return open_experts(listing, grid, model, optimizer=optimizer)

@@ -17,7 +17,7 @@ from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
 from ds_reshard.formats.zero.names import Listing, read_listing
 from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
-from ds_reshard.formats.zero.rows import replica_fault, whole_fault
+from ds_reshard.formats.zero.rows import copy_fault
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
@@ -101,9 +101,9 @@ class OpenedZero(Checkpoint):
 
     def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
-        row, copy = self.zero.copy_of(key)
+        copy = self.zero.copy_of(key)[1]
         if not copy:
-            return replica_fault(key._replace(copy=row), found) if self.zero.rows else whole_fault(key, found)
+            return copy_fault(self.zero, key, found)
         first = TensorKey(key.name, MASTER)
         if first in self.zero.layout and first._replace(copy=1) not in self.zero.layout:  # one stage has it
             what, mend = "is not the same in each file of its tied module", "restore all files of one save"

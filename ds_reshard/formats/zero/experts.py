@@ -6,9 +6,7 @@ theirs among them, apart from the parameters that every rank has (`_configure_mo
 runtime/zero/stage_1_and_2.py). No file says a rank's place: it is rank % ep, or rank // (dp / ep) under
 `use_data_before_expert_parallelism` (`_create_expert_and_data_parallel`, utils/groups.py).
 
-An expert of `deepspeed.moe` has parameters of its own. Of AutoEP those of a layer's experts are one parameter each, cut
-along its first dimension, which the model file describes (`ds_autoep_layers`, runtime/engine.py); at stage 3 there are
-no files of experts, and optimizer files hold masters.
+An expert of `deepspeed.moe` has parameters of its own; for those of AutoEP see `autoep`.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -31,23 +28,21 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import (
-    AUTOEP,
     MODEL,
     OPTIM,
     Grid,
     GridColumn,
     Shape,
     ZeroCheckpoint,
-    autoep_sizes,
     facts_of,
     layout_of,
     uneven,
     unmatched,
     weights,
 )
-from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, Partition, read_optim_states
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
 from ds_reshard.formats.zero.stage0 import (
     Named,
     all_named,
@@ -57,17 +52,11 @@ from ds_reshard.formats.zero.stage0 import (
     torch_optimizer,
     with_order,
 )
-from ds_reshard.formats.zero.tensor_parallel import Division, Evidence, divided, divisions
-from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.facts import OptimizerFacts, canonical, describe
+from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts, tiled
-from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
-from ds_reshard.model.region import Box
+from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.records import TensorRecord
 
-EXPERT_FILES = "experts of layer "
-"""Begins the family of the files of a layer's experts, of AutoEP: a shard each, by its number among all."""
-_OF_AUTOEP = ("w1", "w2", "w3")
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)([0-9]+)(\..*)", re.DOTALL)
 
 
@@ -113,10 +102,8 @@ def by_number(names: Iterable[str]) -> list[str]:
 def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
     """Read the heads of all ranks' files; raises every structural fault that they show."""
     subject = f"checkpoint {listing.folder}"
-    raise_faults(_unread(listing, grid), subject=subject)
-    if autoep_sizes(model.entries):
-        return _open_autoep(listing, grid, model, optimizer=optimizer)
-    raise_faults(_missing(listing, model), subject=subject)
+    raise_faults(unread(listing, grid), subject=subject)
+    raise_faults(missing_experts(listing, model), subject=subject)
     module = {**model.module, **_experts(listing)}
     if listing.places:
         raise_faults(_missing_places(listing, grid, model), subject=subject)
@@ -144,7 +131,7 @@ def open_experts(listing: Listing, grid: Grid, model: ModelStates, *, optimizer:
     )
 
 
-def _unread(listing: Listing, grid: Grid) -> Iterator[Fault]:
+def unread(listing: Listing, grid: Grid) -> Iterator[Fault]:
     if grid.tp * grid.pp > 1 or listing.layers:
         what, mend = "has experts beside tensor or pipeline parallelism", "load it with the sizes it was saved with"
         yield UnsupportedLayout.fault(listing.folder, what, "tp=1, pp=1", str(grid), mend=mend)
@@ -153,7 +140,7 @@ def _unread(listing: Listing, grid: Grid) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(listing.folder, what, "a ZeRO checkpoint", "universal", mend=mend)
 
 
-def _missing(listing: Listing, model: ModelStates) -> Iterator[Fault]:
+def missing_experts(listing: Listing, model: ModelStates) -> Iterator[Fault]:
     """Expert files that the saving run must have written and the folder has not."""
     said = model.entries.get("num_experts")
     counts = said if isinstance(said, list | tuple) else [said]
@@ -358,219 +345,7 @@ def _columns(
     return tuple(named), tuple(columns), together
 
 
-def _open_autoep(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
-    """The same of parameters that all experts of a layer share."""
-    subject = f"checkpoint {listing.folder}"
-    if not listing.partitioned_model:
-        raise_faults(_missing(listing, model), subject=subject)
-    layers = _layers(model)
-    dealt, dtypes = _dealt(listing, model, layers)
-    shapes = tuple(
-        {n: dealt[n].shape if n in dealt else s for n, s in group.items()} for group in (model.param_shapes or ())
-    )
-    optim: OptimStates | None = None
-    facts: OptimizerFacts | None = None
-    columns: tuple[GridColumn, ...] = ()
-    grid = grid._replace(ep=layers[0].ep)
-    if optimizer:
-        optim = listing.read(listing.optim[0], read_optim_states)
-        raise_faults(unmatched(model, optim), subject=subject)
-        columns = _autoep_columns(listing, grid, model, optim, dealt)
-        facts = facts_of(shapes, optim)
-    stand_in = {name: new_tensor("", (0,), dtypes[name]) for name in dealt}
-    module = {**model.module, **stand_in}
-    entries = {**model.entries, "module": {**module, **model.objects}}
-    model = replace(model, param_shapes=shapes, module=module, entries=entries)
-    placements: list[Placement] = [*weights(model, listing), *_of_expert_files(listing, layers, dealt, dtypes)]
-    placements += [
-        at for column in columns if not column.number for at in column.placements() if at.key.name not in dealt
-    ]
-    placements += _of_places(columns, dealt)
-    shards = {MODEL: model.dp if listing.partitioned_model else 1, **{column.family: grid.dp for column in columns}}
-    if not listing.partitioned_model:
-        shards |= {f"{EXPERT_FILES}{layer.number}": layer.total for layer in layers}
-    layout = layout_of(listing, placements, shards)
-    return ZeroCheckpoint(
-        listing=listing, model=model, optim=optim, layout=layout, facts=facts, grid=grid, columns=columns
-    )
-
-
-class _Layer(NamedTuple):
-    """What the model file says of a layer of AutoEP."""
-
-    number: int
-    prefix: str
-    total: int
-    ep: int
-    said: Mapping[str, object]
-
-    @property
-    def names(self) -> list[str]:
-        return [f"{self.prefix}.{part}" for part in _OF_AUTOEP]
-
-
-def _layers(model: ModelStates) -> list[_Layer]:
-    said, found, faults = model.entries.get(AUTOEP), list[_Layer](), list[Fault]()
-    for number, one in enumerate(said if isinstance(said, list) else [said]):
-        prefix = one.get("expert_key_prefix") if isinstance(one, dict) else None
-        if not isinstance(one, dict) or not isinstance(prefix, str):
-            raise fail(model.path, f"entry {AUTOEP!r} is malformed", "a layer's experts", describe(one))
-        total, ep = (positive(model.path, key, one.get(key)) for key in ("num_experts", "ep_size"))
-        found.append(_Layer(number, prefix, total, ep, one))
-        faults += _misplaced(model.path, found[-1])
-    if len({layer.ep for layer in found}) > 1 or any(layer.total % layer.ep for layer in found):
-        sizes = ", ".join(f"{layer.total} over {layer.ep}" for layer in found)
-        faults.append(damaged(model.path, "deals out experts of layers unevenly", "one size that divides them", sizes))
-    raise_faults(faults, subject="reading a checkpoint")
-    return found
-
-
-def _misplaced(path: str, layer: _Layer) -> Iterator[Fault]:
-    """Where experts are said to lie otherwise than in order over the ranks, as files of experts count them."""
-    placement = layer.said.get("expert_placement")
-    ranks = placement.get("ranks") if isinstance(placement, dict) else None
-    if placement is None:
-        return  # of a release that does not say it
-    held = {one.get("rank"): one.get("experts") for one in ranks or () if isinstance(one, dict)}
-    own = layer.total // layer.ep
-    if held == {rank: list(range(rank * own, (rank + 1) * own)) for rank in range(layer.ep)}:
-        return
-    numbers = [number for experts in held.values() for number in (experts if isinstance(experts, list) else [experts])]
-    every = set(map(str, numbers)) == set(map(str, range(layer.total)))
-    where, found = f"{path}: {layer.prefix}", "; ".join(f"{rank}: {experts}" for rank, experts in held.items())
-    if every:
-        what = "deals its experts out in another order than by rank, or one to several ranks"
-        mend = "load it with the sizes it was saved with"
-        yield UnsupportedLayout.fault(where, what, f"{own} a rank, in order", found, mend=mend)
-    else:
-        yield damaged(where, "says of some experts no rank", f"each of {layer.total}", found)
-
-
-def _dealt(
-    listing: Listing, model: ModelStates, layers: Sequence[_Layer]
-) -> tuple[dict[str, Division], dict[str, ElementType]]:
-    """How each parameter of experts is cut, and the type of its weights: as the files of first experts have them."""
-    dealt, dtypes, faults = dict[str, Division](), dict[str, ElementType](), list[Fault]()
-    types = [tensor.dtype for tensor in model.module.values()]
-    for layer in layers:
-        files = expert_file(listing, layer.number, 0) if not listing.partitioned_model else {}
-        for name in layer.names:
-            of_file, local = files.get(name), model.trainable.get(name)
-            tail = of_file.shape if of_file is not None else local[1:] if local is not None else None
-            own = (layer.total // layer.ep, *(tail or ()))
-            if tail is None or local not in (None, own):
-                expected, found = str(list(own)), str(local and list(local))
-                faults.append(damaged(model.path, f"has {name} of another shape than its experts", expected, found))
-                continue
-            even = divided((layer.total, *tail), 0, [[own[0]] * layer.ep], "experts")
-            faults += _other_map(model.path, name, layer, even)
-            dealt[name], dtypes[name] = even, of_file.dtype if of_file is not None else types[0]
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    return dealt, dtypes
-
-
-def _other_map(path: str, name: str, layer: _Layer, even: Division) -> Iterator[Fault]:
-    """Where the affine map of a parameter says anything else than the placement of its experts."""
-    maps = layer.said.get("affine_maps")
-    params = maps.get("params") if isinstance(maps, dict) else None
-    if not isinstance(params, dict) or name not in params:
-        return
-    info = {"affine_map": {"version": 1, "params": {re.escape(name): params[name]}}}
-    local = (layer.total // layer.ep, *even.shape[1:])
-    found, unknown = divisions({name: [local] * layer.ep}, Evidence(info), ())
-    if name in unknown:
-        yield damaged(f"{path}: {name}", unknown[name].what, unknown[name].expected, unknown[name].found)
-    elif (found[name].shape, found[name].ranks) != (even.shape, even.ranks) and layer.ep > 1:
-        what = "has an affine map that places experts otherwise than in order over the ranks"
-        yield damaged(f"{path}: {name}", what, f"{local[0]} of {layer.total} experts on each rank", "others")
-
-
-def expert_file(listing: Listing, layer: int, expert: int) -> dict[str, TensorRecord]:
-    """The weights of one expert of AutoEP, by the names of the parameters that they are slices of."""
-    name = listing.experts[layer, expert]
-    found: dict[str, TensorRecord] = {}
-    for key, value in listing.read(name, read_entries).items():
-        parameter, _, number = key.rpartition(".")
-        if number != str(expert) or not isinstance(value, TensorRecord) or not value.contiguous:
-            expected = f"weights of expert {expert}"
-            raise fail(listing.path(name), "is not a file of this expert", expected, f"{key!r}")
-        found[parameter] = value
-    return found
-
-
-def _of_expert_files(
-    listing: Listing, layers: Sequence[_Layer], dealt: Mapping[str, Division], dtypes: Mapping[str, ElementType]
-) -> Iterator[Placement]:
-    """Where the weights of all experts lie, in files of their own."""
-    for layer in layers if not listing.partitioned_model else ():
-        family = f"{EXPERT_FILES}{layer.number}"
-        for name in layer.names:
-            shape = dealt[name].shape
-            boxes = [Box.along(shape, 0, expert, 1) for expert in range(layer.total)]
-            tiles = [(expert, 0, box) for expert, box in enumerate(boxes)]
-            yield tiled(TensorKey(name, WEIGHT), shape, dtypes[name], tiles, family=family, buffer=name)
-
-
-def _autoep_columns(
-    listing: Listing, grid: Grid, model: ModelStates, first: OptimStates, dealt: Mapping[str, Division]
-) -> tuple[GridColumn, ...]:
-    """The optimizer files: a column of what every rank has, and one for each place of experts, where there are some."""
-    groups, of_experts, share = model.param_shapes or (), dict[int, bool](), grid.dp // grid.ep
-    faults: list[Fault] = []
-    for number, group in enumerate(groups):
-        own = {name in dealt for name in group}
-        of_experts[number] = True in own
-        expected = share if True in own else grid.dp
-        if len(own) > 1 or first.counts[number] != expected:
-            what, found = f"flat buffer {number} is divided among other ranks than its parameters", first.counts[number]
-            faults.append(
-                damaged(first.path, what, f"{expected}", f"{found}" if len(own) < 2 else "experts and others")
-            )
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    files = tuple(listing.optim[rank] for rank in range(grid.dp))
-    if grid.ep == 1:
-        return (GridColumn(family=OPTIM, files=files, shapes=dict(enumerate(groups)), first=first),)
-    dense = {number: group for number, group in enumerate(groups) if not of_experts[number]}
-    experts = {number: group for number, group in enumerate(groups) if of_experts[number]}
-    columns = [GridColumn(family=OPTIM, files=files, shapes=dense, first=first)]
-    for place in range(grid.ep):
-        ranks = ranks_of_place(place, grid, model)
-        head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
-        faults += [*unmatched(model, head), *_of_other_ranks(head, experts, ranks)]
-        files = tuple(listing.optim[rank] for rank in ranks)
-        family, begin = f"{OPTIM} of experts", place * share
-        columns.append(GridColumn(family=family, files=files, shapes=experts, first=head, begin=begin, number=place))
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    return tuple(columns)
-
-
 def ranks_of_place(place: int, grid: Grid, model: ModelStates) -> list[int]:
     """The data-parallel ranks of one place in the expert-parallel groups, which have the same experts."""
     share, swapped = grid.dp // grid.ep, bool(model.config.get("use_data_before_expert_parallelism"))
     return [rank for rank in range(grid.dp) if (rank // share if swapped else rank % grid.ep) == place]
-
-
-def _of_other_ranks(head: OptimStates, numbers: Iterable[int], ranks: list[int]) -> Iterator[Fault]:
-    """Where a file of stage 3 says that other ranks share its experts."""
-    said = head.entries.get(PARTITION_GROUPS)
-    if not isinstance(said, list):
-        return
-    for number in numbers:
-        found = said[number].get("partition_ranks")
-        if found != ranks:
-            what = f"shares the experts of flat buffer {number} among other ranks than its place in their groups says"
-            yield damaged(head.path, what, str(ranks), describe(found))
-
-
-def _of_places(columns: Sequence[GridColumn], dealt: Mapping[str, Division]) -> Iterator[Placement]:
-    """Where masters and states of experts lie: a tile for each place."""
-    held: dict[TensorKey, list[tuple[GridColumn, Placement]]] = {}
-    for column in columns:
-        for placement in column.placements():
-            if placement.key.name in dealt:
-                held.setdefault(placement.key, []).append((column, placement))
-    for key, places in held.items():
-        division, (_, first) = dealt[key.name], places[0]
-        every = first._replace(shape=division.shape, box=Box.whole(division.shape), cut=Cut(chunk=1))
-        cuts = (at.cut._replace(first=at.cut.first + column.begin) for column, at in places)
-        yield in_parts(every, zip(cuts, division.ranks, strict=True))

@@ -317,6 +317,17 @@ def whole_fault(key: TensorKey, found: str) -> Fault:
     what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
     mend = "restore all files of one save; or resume with the layout that was saved"
     where = f"tensor {key._replace(copy=0)}"
+def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, found: str) -> Fault:
+    """That ranks which should hold the same values of a tensor do not; `key` has the number of the copy."""
+    if checkpoint.rows:
+        return replica_fault(key._replace(copy=checkpoint.copy_of(key)[0]), found)
+    if checkpoint.of_autoep:
+        what = "has experts on several expert-parallel ranks, whose copies are not the same"
+        mend = "restore all files of one save, or load another tag"
+        return CheckpointDamaged.fault(f"tensor {key._replace(copy=0)}", what, "the same bytes", found, mend=mend)
+    return whole_fault(key, found)
+
+
     return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)
 
 

@@ -11,8 +11,8 @@ from math import prod
 
 from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
-from ds_reshard.formats.zero.experts import EXPERT_FILES, expert_file
+from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
+from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel, whole_numel
 from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
@@ -293,9 +293,26 @@ def model_signature(model: ModelStates) -> dict[str, str]:
     keys = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
     return {key: canonical(model.entries[key]) for key in keys if key in model.entries} | {
         "DeepSpeed version": model.version,
-        "param_shapes": str(model.param_shapes),
+        "param_shapes": str(_shapes_of_all(model)),
         "sizes": canonical([model.entries.get(key) for key in ("mp_world_size", "checkpoint_parallel_dimensions")]),
     }
+
+
+def _shapes_of_all(model: ModelStates) -> object:
+    """The shapes of parameters; of AutoEP's that of one expert, as a rank may have more of them than another."""
+    layers = model.entries.get(AUTOEP)
+    said = (
+        [layer.get("expert_key_prefix") for layer in layers if isinstance(layer, dict)]
+        if isinstance(layers, list)
+        else []
+    )
+    of_experts = tuple(f"{prefix}." for prefix in said)
+    if not of_experts or model.param_shapes is None:
+        return model.param_shapes
+    return [
+        {name: shape[1:] if name.startswith(of_experts) else shape for name, shape in group.items()}
+        for group in model.param_shapes
+    ]
 
 
 def alike_on_all_ranks(model: ModelStates) -> str:

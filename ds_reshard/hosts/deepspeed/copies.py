@@ -16,7 +16,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.experts import places_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.formats.zero.rows import replica_fault, row_with_order, rows_with_order, whole_fault
+from ds_reshard.formats.zero.rows import copy_fault, row_with_order, rows_with_order
 from ds_reshard.formats.zero.stage0 import Named, with_order
 from ds_reshard.formats.zero.stage0_pipeline import StageOrder, fits, stages_with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, copies_of, param_names
@@ -251,7 +251,7 @@ def copies_apart(
         if row:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):
                 found = _difference(index, first, key, memory_nbytes=memory_nbytes)
-                yield replica_fault(key._replace(copy=row), found) if checkpoint.rows else whole_fault(key, found)
+                yield copy_fault(checkpoint, key, found)
             continue
         if key.name in grid.tied:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):

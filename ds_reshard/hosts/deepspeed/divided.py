@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.formats.zero.autoep import expert_parts
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.patterns import Patterns
@@ -133,12 +134,8 @@ def _of_experts(engine: DeepSpeedEngine) -> Iterator[tuple[str, Share]]:
         said = getattr(parameter, "ds_autoep_uc_meta", None)
         if said is None:
             continue
-        shape, runs = tuple(said["logical_shape"]), list[tuple[int, int, int]]()
-        for local, expert in enumerate(said["local_experts"]):
-            first, at, held = runs[-1] if runs else (-1, 0, 0)
-            runs[-1:] = [(first, at, held + 1)] if first + held == expert and runs else [*runs[-1:], (expert, local, 1)]
-        row = prod(shape[1:])
-        yield name, Share(shape, tuple(Part(Box.along(shape, 0, first, held), at * row) for first, at, held in runs))
+        shape = tuple(said["logical_shape"])
+        yield name, Share(shape, expert_parts(shape, enumerate(said["local_experts"])))
 
 
 def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
