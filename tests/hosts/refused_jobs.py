@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,25 @@ from jobs import build, train
 from logs import heard
 
 
+@contextmanager
+def _launched() -> Iterator[None]:
+    """With what a launcher for several machines sets, which engines of "writer" ask for."""
+    before = dict(os.environ)
+    os.environ.update(CROSS_SIZE="1", CROSS_RANK="0", LOCAL_RANK=os.environ.get("RANK", "0"))
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple[str, str]:
     """Switch a feature on in a real engine and load; the error's class and text, or "original"."""
     import ds_reshard
     from ds_reshard.hooks import Seam
 
-    engine = build(run, model, seed=99)
+    with _launched():
+        engine = build(run, model, seed=99)
     optimizer = engine.optimizer
     if switch in ("mp_world_size", "has_moe_layers"):
         setattr(engine, switch, 2 if switch == "mp_world_size" else True)
@@ -81,6 +97,16 @@ def load_after_decoupled_save(run: Run, model: Model, folder: str) -> list[str]:
     with ds_reshard.install("deepspeed"):
         engine.load_checkpoint(folder)
     return [*order, "load"]
+
+
+def load_by_writer(run: Run, model: Model, folder: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Save and load through an engine of "checkpoint": {"writer": ...}; what was saved, loaded, and said."""
+    import jobs
+
+    with _launched():
+        saved = jobs.save(run, model, folder)
+        with heard() as lines:
+            return saved, jobs.load(run, model, folder), lines
 
 
 def load_with_one_faulty_rank(run: Run, model: Model, folder: str) -> str:

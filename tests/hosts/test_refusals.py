@@ -125,6 +125,29 @@ def test_a_pending_decoupled_save_is_committed_first(worlds: Any, saves: Saves) 
     assert told == [["commit", "load"]] * 3
 
 
+WRITTEN = [Run(0, 2, "fp32"), Run(0, 2), Run(1, 2), Run("bf16", 2), Run(2, 2), Run(3, 2)]
+
+
+@pytest.mark.parametrize("run", WRITTEN, ids=str)
+def test_files_of_a_writer_load_at_the_layout_that_was_saved(worlds: Any, tmp_path: Path, run: Run) -> None:
+    """DeepSpeed's engine of "writer" cannot unpickle what it has written, under torch 2.6 and newer."""
+    run = replace(run, config={"checkpoint": {"writer": {"type": "python", "data_parallel": "machine"}}})
+    told = worlds[2].run("refused_jobs.load_by_writer", run=run, model=MODEL, folder=str(tmp_path))
+    saved, loaded = [one for one, _, _ in told], [one for _, one, _ in told]
+    assert_same(saved, loaded)
+    assert all(one["client"]["note"] == "kept" for one in loaded)
+
+
+def test_a_feature_beside_a_writer_is_refused(worlds: Any, saves: Saves) -> None:
+    """At the layout that was saved, too, with the key that keeps DeepSpeed from loading."""
+    folder, _ = saves(Run(3, 2), MODEL)
+    run = Run(3, 2, config={"checkpoint": {"writer": {"type": "python", "data_parallel": "machine"}}})
+    asked = {"run": run, "model": MODEL, "folder": str(folder), "switch": "MiCS_Optimizer"}
+    told = worlds[2].run("refused_jobs.load_with_feature", **asked)
+    assert {error for error, _ in told} == {"UnsupportedLayout"} and len({text for _, text in told}) == 1
+    assert 'remove "writer" from "checkpoint"' in told[0][1]
+
+
 def test_load_universal_without_latest_universal_is_deepspeeds_error(worlds: Any, saves: Saves) -> None:
     """`"load_universal": true` with a plain checkpoint and no tag: DeepSpeed says what is missing."""
     from worlds import WorkerFailed

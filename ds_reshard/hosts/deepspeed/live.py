@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
 from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.model_states import section
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
 from ds_reshard.operations.ranks import answered, rank, world_size
 
@@ -137,6 +138,18 @@ def unsupported(engine: DeepSpeedEngine) -> list[str]:
             "Muon in BF16_Optimizer": live_kind(engine) == "bf16",
         }
     return [name for name, present in found.items() if present]
+
+
+def unpickles(engine: DeepSpeedEngine) -> bool:
+    """Whether DeepSpeed's checkpoint engine loads the files that it has saved.
+
+    The engines of "checkpoint": {"writer": ...} call torch.load as it is (`FastCheckpointEngine.load`,
+    `DecoupledCheckpointEngine.load`, runtime/checkpoint_engine, 0.19.8), which since torch 2.6 takes no file with
+    anything but tensors in it. An engine that is only foreseen has none: its JSON tells.
+    """
+    kinds = {"FastCheckpointEngine", "DecoupledCheckpointEngine"}
+    own = kinds.intersection(kind.__name__ for kind in type(getattr(engine, "checkpoint_engine", None)).__mro__)
+    return not own and section(engine._config._param_dict, "checkpoint").get("writer") is None
 
 
 def _plain_experts(engine: DeepSpeedEngine, grid: LiveGrid) -> bool:

@@ -60,6 +60,7 @@ from ds_reshard.hosts.deepspeed.live import (
     live_optimizer,
     refuse_use,
     restore_use,
+    unpickles,
     unsupported,
 )
 from ds_reshard.hosts.deepspeed.load_targets import state_faults
@@ -417,7 +418,7 @@ def leave_to_deepspeed(
     (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
     takes every folder for a universal one.
     """
-    same = not apart and same_layout(engine, mine.live, checkpoint, mine.grid)
+    same = not apart and unpickles(engine) and same_layout(engine, mine.live, checkpoint, mine.grid)
     same = same and not (request.load_optimizer and _overlooked(engine, mine, checkpoint))
     faults: list[Fault] = []
     if mine.features and not same:
@@ -526,6 +527,7 @@ def _check_own(mine: Considered, checkpoint: ZeroCheckpoint, shards: ZeroShards)
 
 
 def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
+    again = 'remove "writer" from "checkpoint": its engine does not load what it saves, and '
     return UnsupportedLayout.fault(
         checkpoint.listing.folder,
         f"a load under another layout is not supported with {', '.join(features)}",
@@ -533,7 +535,7 @@ def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], check
         f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
         mend='set "checkpoint": {"load_universal": true}: DeepSpeed then loads it'
         if checkpoint.listing.universal
-        else "resume with the layout that was saved",
+        else f"{'' if unpickles(engine) else again}resume with the layout that was saved",
     )
 
 
