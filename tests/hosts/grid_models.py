@@ -12,7 +12,7 @@ from grid_cases import Grid
 
 VOCABULARY, WIDTH = 7, 6
 VOCABULARIES = {"even": 8, "megatron": 8, "short": 5, "short padded": 5}
-PADDING = {"padded": 12, "bare": 12, "short padded": 12}
+PADDING = {"padded": 12, "bare": 8, "bare and wide": 12, "short padded": 12}
 """What a vocabulary is padded to a multiple of, where that is not the number of ranks."""
 
 
@@ -470,7 +470,7 @@ def _mpu_cut(grid: Grid) -> tuple[torch.nn.Module, Any]:
         patterns["parameter_with_sub_params"] = [parts]
     if grid.layers == "averaged":
         patterns["parameter_to_average_patterns"] = patterns.pop("tp_replicated_parameter_patterns")
-    if grid.layers not in ("unsaid", "rules", "megatron", "attributes", "bare"):
+    if grid.layers not in ("unsaid", "rules", "megatron", "attributes", "bare", "bare and wide"):
         model.universal_checkpoint_info = {"universal_checkpoint_version": 0.2, **patterns}
     return model, mpu
 

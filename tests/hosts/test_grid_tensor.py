@@ -5,6 +5,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -133,7 +134,6 @@ UNSAID = mpu(1, tp=2, layers="unsaid")
 SHORT = mpu(1, tp=2, layers="short")
 ATTRIBUTES = mpu(1, tp=2, layers="attributes")
 BESIDE = {"ds_reshard": {"reshard": {"tensor_parallel": [RULES[0], RULES[2]]}}}
-UNIVERSAL = [("universal", "padded"), ("universal", "bare")]
 PADDED = [
     (CUT, mpu(1, tp=4)),
     (mpu(1, tp=4), mpu(1, 3, "bf16", tp=2)),
@@ -168,24 +168,44 @@ PADDED = [
 def test_rows_behind_the_vocabulary_are_zeros(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     """In weights, masters and moments, whatever was there; of 5 rows in four shards the last has none."""
     target = by_rules(target) if target.layers == "rules" else target
-    target = replace(by_rules(target), layers="bare") if target.layers == "ruled" else target
+    target = replace(by_rules(target), layers="bare and wide") if target.layers == "ruled" else target
     for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)), wiped=3.0):
         assert rank["wrong"] == {}
 
 
-@pytest.mark.parametrize(("to", "layers"), [(to, "padded") for to in ("zero1", "zero3", "dcp")] + UNIVERSAL)
+@pytest.mark.parametrize("to", ["zero1", "zero3", "dcp", "universal"])
 def test_rows_behind_the_vocabulary_of_what_was_converted_are_zeros(
-    worlds: Any, folders: Folders, tmp_path: Path, to: str, layers: str
+    worlds: Any, folders: Folders, tmp_path: Path, to: str
 ) -> None:
-    """What `convert` writes for one rank has no padding, and is loaded by a run that has some.
-
-    A universal folder says of which parameter; of the others the run has to.
-    """
+    """What `convert` writes for one rank has no padding, and is loaded by a run that says what its own is."""
     convert(str(folders(CUT)), f"{tmp_path}/out", to=to, dp=2 if to.startswith("zero") else None)
-    target = mpu(1, 1, layers=layers)
+    target = mpu(1, 1, layers="padded")
     if to == "universal":
         target = replace(target, config={"checkpoint": {"load_universal": True}})
     (found,) = worlds[1].run("grid_jobs.load", grid=target, folder=f"{tmp_path}/out", wiped=3.0)
+    assert found["wrong"] == {}
+
+
+@pytest.mark.parametrize(("layers", "rows"), [("bare and wide", 12), ("bare", 8)])
+def test_rows_that_no_padding_explains_are_not_made_of_zeros(
+    worlds: Any, folders: Folders, tmp_path: Path, layers: str, rows: int
+) -> None:
+    """A run of 12 rows that says nothing of them, of 7 saved in 8; or of 8, of 7 in a universal folder.
+
+    And the line that says it, which is followed.
+    """
+    folder, config = str(folders(CUT)), dict[str, Any]()
+    if rows == 8:
+        folder, config = f"{tmp_path}/out", {"checkpoint": {"load_universal": True}}
+        convert(str(folders(CUT)), folder, to="universal")
+    grid = mpu(1, layers=layers)
+    ((error, text, whole),) = worlds[1].run("grid_jobs.refused", grid=replace(grid, config=config), folder=folder)
+    assert error == "ModelMismatch" and f"embed: has another shape (expected [{rows}, 6], found [7, 6])" in text
+    assert whole
+    line = json.loads("{" + text.rpartition("say so: ")[2] + "}")
+    assert line == {"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": "embed", "vocabulary": 7}]}}}
+    asked = {"grid": replace(grid, config=config | line), "folder": folder, "wiped": 3.0}
+    (found,) = worlds[1].run("grid_jobs.load", **asked)
     assert found["wrong"] == {}
 
 

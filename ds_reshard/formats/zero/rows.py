@@ -55,6 +55,11 @@ def _rule(name: str, **said: object) -> str:
     return json.dumps({"parameters": re.escape(name), **said})
 
 
+def padding_rules(sizes: Mapping[str, int]) -> str:
+    """The line of a run's JSON that says how many rows of parameters are a vocabulary's, and no padding."""
+    return _RULE % ", ".join(_rule(name, vocabulary=size) for name, size in sizes.items())
+
+
 def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> ZeroCheckpoint:
     """Read the heads of all tensor-parallel ranks' files; raises every structural fault that they show."""
     subject = f"checkpoint {listing.folder}"
@@ -312,11 +317,6 @@ def replica_fault(key: TensorKey, found: str) -> Fault:
     return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
 
 
-def whole_fault(key: TensorKey, found: str) -> Fault:
-    """That ranks which have parts of one parameter keep different states of the whole of it."""
-    what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
-    mend = "restore all files of one save; or resume with the layout that was saved"
-    where = f"tensor {key._replace(copy=0)}"
 def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, found: str) -> Fault:
     """That ranks which should hold the same values of a tensor do not; `key` has the number of the copy."""
     if checkpoint.rows:
@@ -328,6 +328,11 @@ def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, found: str) -> Fault:
     return whole_fault(key, found)
 
 
+def whole_fault(key: TensorKey, found: str) -> Fault:
+    """That ranks which have parts of one parameter keep different states of the whole of it."""
+    what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
+    mend = "restore all files of one save; or resume with the layout that was saved"
+    where = f"tensor {key._replace(copy=0)}"
     return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)
 
 

@@ -21,7 +21,7 @@ from ds_reshard.formats.zero.rows import uncovered, unknown_faults, vocabularies
 from ds_reshard.formats.zero.tensor_parallel import Evidence, Rule, affine_maps, divided, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import Shape, param_shape
-from ds_reshard.model.region import Box, Part
+from ds_reshard.model.region import Part
 from ds_reshard.operations.ranks import rank
 
 if TYPE_CHECKING:
@@ -75,21 +75,32 @@ def run_shares(
 def _padded(engine: DeepSpeedEngine, grid: LiveGrid, checkpoint: ZeroCheckpoint) -> dict[str, Share]:
     """Vocabularies of which a run without tensor parallelism has more rows: those behind the saved ones are padding.
 
-    As the run's own patterns or rules say, by whose size the saved one must be; or else the checkpoint's.
+    As the run's own patterns or rules say, by whose size the saved one must be. A run that says nothing has no more
+    rows than the saving run had with its padding: others may be words of its own, of which no file has anything.
     """
-    model, saved = checkpoint.model, {name: one.shape for name, one in checkpoint.divided.items() if one.vocabulary}
+    model, saved = checkpoint.model, {name: one for name, one in checkpoint.divided.items() if one.vocabulary}
     shapes = {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes, **model.trainable}
-    shapes |= saved
+    shapes |= {name: one.shape for name, one in saved.items()}
     held = {name: param_shape(param) for name, param in engine.module.named_parameters(remove_duplicate=False)}
     more = {name: [own] for name, own in held.items() if own[:1] > shapes.get(name, own)[:1]}
     said = vocabularies(model, more, grid.row, info=_info(engine)) if more else {}
     for name in more.keys() & saved.keys() - said.keys():
-        own, size = held[name], saved[name][0]
-        if own[1:] == saved[name][1:]:
+        own, size, room = held[name], saved[name].shape[0], sum(shard[0] for shard in saved[name].shards)
+        if own[1:] == saved[name].shape[1:] and own[0] <= room:
             said[name] = divided(own, 0, [own[:1]], "saved", vocabulary=size)
             if not rank():
                 logger.warning("%s: its rows behind the saved vocabulary of %d are padding, and zeros", name, size)
     return {name: Share(one.shape, one.ranks[0]) for name, one in said.items()}
+
+
+def more_rows(checkpoint: ZeroCheckpoint, shapes: Mapping[str, Shape]) -> dict[str, int]:
+    """The vocabularies of which `shapes` have more rows than were saved, and how many were."""
+    saved = {name: one.shape for name, one in checkpoint.divided.items() if one.vocabulary and name in shapes}
+    return {
+        name: shape[0]
+        for name, shape in saved.items()
+        if shapes[name][1:] == shape[1:] and shapes[name][:1] > shape[:1]
+    }
 
 
 def _info(engine: DeepSpeedEngine) -> Mapping[str, object]:

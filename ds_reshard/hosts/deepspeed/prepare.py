@@ -14,6 +14,7 @@ from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.rows import padding_rules
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, stage0_kind, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
@@ -29,7 +30,7 @@ from ds_reshard.hosts.deepspeed.copies import (
     take_own_copies,
     take_own_weights,
 )
-from ds_reshard.hosts.deepspeed.divided import Share, run_shares
+from ds_reshard.hosts.deepspeed.divided import Share, more_rows, run_shares
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
@@ -425,9 +426,11 @@ def model_faults(
     wanted = {**model.trainable, **model.frozen, **model.buffers}
     if custom:
         wanted, strict = model.trainable if optimizer else {}, False
+    padded = more_rows(checkpoint, wanted)
     for name, shape in wanted.items():
         if name in shapes and shapes[name] != shape and not (prod(shape) == 0 == prod(shapes[name])):
             mend = "build the model with the shapes that were saved"
+            mend += f"; where rows behind those are padding, say so: {padding_rules(padded)}" if name in padded else ""
             yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])), mend)
     if strict:
         for name in sorted(model.keys - held - from_masters):
