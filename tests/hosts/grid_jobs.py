@@ -235,6 +235,27 @@ def load(
 
 
 @alone
+def load_reading(grid: Grid, folder: str) -> list[str]:
+    """The names of the files of which this rank reads the pickles in a load, each as often as it does."""
+    import ds_reshard
+    from ds_reshard.formats.zero.names import Listing
+
+    engine, read, names = build(grid), Listing.as_saved, list[str]()
+
+    def watched(listing: Listing, name: str, reader: Any) -> Any:
+        names.append(name)
+        return read(listing, name, reader)
+
+    Listing.as_saved = watched  # type: ignore[assignment,method-assign]
+    try:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder)
+    finally:
+        Listing.as_saved = read  # type: ignore[method-assign]
+    return names
+
+
+@alone
 def load_net(**asked: Any) -> dict[str, Any]:
     """`jobs.load`, of a run for which DeepSpeed keeps groups of ranks."""
     import jobs

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cases import Model, Run
 from gathered import assert_same
-from grid_cases import Grid
+from grid_cases import Folders, Grid
 from saves import Saves
 
 pytestmark = pytest.mark.distributed
@@ -45,6 +45,24 @@ def test_a_load_costs_four_collectives(worlds: Any, saves: Saves, saved: Run, lo
     for collectives, _ in told:
         assert [name for name, _ in own(collectives, loaded.stage)] == [FOUND, READY, READ, DONE]
     assert_same(truth, [held for _, held in told])
+
+
+BF16 = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
+READING = [
+    (Grid("moe", ep=4, dp=4), Grid("moe", ep=2, dp=4), "_expert_", 8, 0),
+    (BF16, BF16, "_optim_states", 4 + 2 + 1, 2 + 1),
+    (BF16, replace(BF16, dp=1), "_optim_states", 4 + 2 + 1, 2 + 2),
+]
+
+
+@pytest.mark.parametrize(("saved", "loaded", "files", "first", "others"), READING, ids=str)
+def test_what_all_ranks_need_of_many_files_one_reads(
+    worlds: Any, folders: Folders, saved: Grid, loaded: Grid, files: str, first: int, others: int
+) -> None:
+    """Heads of experts; slices of bf16 masters at ZeRO stage 0. Others read a head of each stage, and their shards."""
+    told = worlds[loaded.ranks].run("grid_jobs.load_reading", grid=loaded, folder=str(folders(saved)))
+    counts = [sum(files in name for name in names) for names in told]
+    assert counts[0] <= first and max(counts[1:]) <= others, counts
 
 
 CHANGED = [(Run(2, 2), Run(2, 3)), (Run(3, 2), Run(1, 3))]

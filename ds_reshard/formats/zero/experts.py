@@ -288,7 +288,7 @@ def _experts(listing: Listing) -> dict[str, TensorRecord]:
     found: dict[str, TensorRecord] = {}
     for (_, expert), name in sorted(listing.experts.items()):
         path = listing.path(name)
-        for key, value in listing.read(name, read_entries).items():
+        for key, value in listing.know(name, read_entries).items():
             of = expert_of(key)
             if of is None or of[1] != expert or key in found or not isinstance(value, TensorRecord):
                 raise fail(

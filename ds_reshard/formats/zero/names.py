@@ -58,7 +58,8 @@ class Listing:
     tensor- and pipeline-parallel ranks, the first until another is taken. `columns` has them of all, by the number
     after `mp_rank_`, `layers` the files of a PipelineModule, by layer and tensor-parallel rank, `experts` those of
     experts, by layer and number, and `places` the optimizers of expert-parallel ranks at stage 0. `rename` is what a
-    model file says, under the names of the run that reads it.
+    model file says, under the names of the run that reads it. `known` has what was read, as it is there, of files that
+    all ranks need to know and few read tensors of; it is told to other ranks with the listing.
     """
 
     folder: str
@@ -75,6 +76,7 @@ class Listing:
     experts: dict[tuple[int, int], str] = field(default_factory=dict)
     places: dict[int, str] = field(default_factory=dict)
     rename: Callable[[object], object] | None = None
+    known: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
 
     def column(self, number: int) -> Listing:
         """The same folder, seen from another column of the grid."""
@@ -91,7 +93,19 @@ class Listing:
 
     def read(self, name: str, read: Callable[[str, str], Told]) -> Told:
         """What a file says, by a reader that is given its path and the name of its root."""
-        found = read(self.path(name), name.removesuffix(".pt"))
+        return self._renamed(self.as_saved(name, read))
+
+    def know(self, name: str, read: Callable[[str, str], Told]) -> Told:
+        """The same, read once: a file has one such reader."""
+        if name not in self.known:
+            self.known[name] = self.as_saved(name, read)
+        return self._renamed(cast("Told", self.known[name]))
+
+    def as_saved(self, name: str, read: Callable[[str, str], Told]) -> Told:
+        """The same, under the names that the file has."""
+        return read(self.path(name), name.removesuffix(".pt"))
+
+    def _renamed(self, found: Told) -> Told:
         return found if self.rename is None else cast("Told", self.rename(found))
 
 

@@ -175,18 +175,26 @@ def _with_shapes(listing: Listing, number: int, stage: ModelStates, read: Layers
     """
     groups: list[dict[str, int]] = []
     for _, name in sorted(listing.column(number).optim.items()):
-        path = listing.path(name)
-        said = listing.read(name, read_optim_states).entries.get("param_slice_mappings")
-        for at, mapping in enumerate(said if isinstance(said, list) else ()):
+        for at, held in enumerate(listing.know(name, _slices)):
             groups += [{}] if at == len(groups) else []
-            for parameter, fragment in mapping.items() if isinstance(mapping, dict) else ():
-                state = fragment.state if isinstance(fragment, ObjectRecord) else None
-                numel = state.get("numel") if isinstance(state, dict) else None
-                if not isinstance(parameter, str) or not isinstance(numel, int):
-                    raise fail(path, "entry 'param_slice_mappings' is malformed", "names and sizes", f"{parameter!r}")
+            for parameter, numel in held.items():
                 groups[at][parameter] = groups[at].get(parameter, 0) + numel
     shapes = tuple({name: _shape(stage, name, numel, read, row) for name, numel in group.items()} for group in groups)
     return replace(stage, param_shapes=shapes)
+
+
+def _slices(path: str, root: str) -> list[dict[str, int]]:
+    """How many elements of each parameter an optimizer file has, by flat buffer, in their order."""
+    said, found = read_optim_states(path, root).entries.get("param_slice_mappings"), list[dict[str, int]]()
+    for mapping in said if isinstance(said, list) else ():
+        found.append({})
+        for parameter, fragment in mapping.items() if isinstance(mapping, dict) else ():
+            state = fragment.state if isinstance(fragment, ObjectRecord) else None
+            numel = state.get("numel") if isinstance(state, dict) else None
+            if not isinstance(parameter, str) or not isinstance(numel, int):
+                raise fail(path, "entry 'param_slice_mappings' is malformed", "names and sizes", f"{parameter!r}")
+            found[-1][parameter] = numel
+    return found
 
 
 def _shape(stage: ModelStates, name: str, numel: int, read: Layers, row: Row) -> Shape:

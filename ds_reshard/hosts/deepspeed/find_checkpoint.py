@@ -84,7 +84,7 @@ class Found:
         return self.listing is not None and not self.prints
 
     def told(self) -> Found:
-        """What is told where all goes well: nothing in it grows with the model."""
+        """What is told where all goes well: nothing in it grows with the model, but what the listing knows."""
         if self.listing is None:
             return self
         return replace(self, checkpoint=None, prints={}, listing=replace(self.listing, rename=None))
@@ -156,7 +156,8 @@ def look(
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
     A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
-    `names` says. With `later` a folder without stages is listed alone: rank 0 then reads its files while the others do.
+    `names` says. With `later` a folder without stages and experts is listed alone: rank 0 reads its files while others
+    do.
     """
     listing, given = None, tag is not None
     folders.renew(load_dir)
@@ -176,7 +177,7 @@ def look(
             return Found(faults=(_no_tag(load_dir, str(tag), given=given),))
         refuse_unfinished(folder)
         listing = rename(list_folder(folder))
-        if later and not (listing.faults or listing.universal or listing.layers):
+        if later and not (listing.faults or listing.universal or listing.layers or listing.experts):
             return Found(tag=str(tag), listing=listing)
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
             checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
@@ -238,9 +239,11 @@ def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Fou
 
 
 def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
-    """What all shards share, and a digest of each file that it was read from, by its path."""
+    """What all shards share, and a digest of each file that every rank reads it from, by its path."""
     with digests() as found:
-        return open_checkpoint(listing, optimizer=optimizer, row=row), found
+        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
+    known = set(map(listing.path, listing.known))
+    return checkpoint, {path: content for path, content in found.items() if path not in known}
 
 
 def files_as_listed(listing: Listing, paths: Iterable[str]) -> Iterator[Fault]:

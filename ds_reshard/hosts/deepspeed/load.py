@@ -9,7 +9,7 @@ A load has four collectives of ours where nothing is wrong: what rank 0 found is
 ready; every rank says what it read, as checksums; every rank says that it is done. None of them grows with the model:
 every rank reads the two small files that rank 0 lists, all at once, and says a digest of each file that it has opened.
 Details are told only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all
-that it has read.
+that it has read, and what it has read of the files of experts, and of a pipeline's masters at ZeRO stage 0.
 Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. A
 pipeline that was saved at ZeRO stage 0 adds one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
