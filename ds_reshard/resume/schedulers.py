@@ -166,12 +166,16 @@ def innermost(wrapper: object) -> object:
 
 
 def has_moments(optimizer: object) -> bool:
-    """Whether a state of an optimizer on this rank, of more than one value, is other than zero."""
+    """Whether a state of an optimizer on this rank, of more than one value, is other than zero; a meta one never is."""
     states = getattr(innermost(optimizer), "state", None)
     entries = states.values() if isinstance(states, Mapping) else ()
     values = (value for entry in entries if isinstance(entry, Mapping) for value in entry.values())
-    looks = (getattr(value, "any", None) for value in values if len(getattr(value, "shape", ())))
+    looks = (getattr(value, "any", None) for value in values if _is_held(value))
     return any(bool(look()) for look in looks if callable(look))
+
+
+def _is_held(value: object) -> bool:
+    return bool(len(getattr(value, "shape", ()))) and not getattr(value, "is_meta", False)
 
 
 class Beginning:

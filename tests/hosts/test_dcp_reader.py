@@ -13,11 +13,13 @@ import torch.distributed.checkpoint as dcp
 from cases import Model, Run
 from gathered import assert_moments, gathered, same_bits, scalars
 from harms import flip
+from logs import heard
 from saves import Saves, Universals
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import ds_reshard.dcp
+from ds_reshard.cli.main import main
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -215,6 +217,37 @@ def test_everything_that_is_missing_is_told_at_once(saves: Saves) -> None:
         planner=ds_reshard.dcp.LoadPlanner(allow_partial_load=True),
     )
     assert wanted["more"].eq(7).all() and same_bits(wanted["tiny"], saved[0]["weights"]["tiny"])
+
+
+@pytest.mark.parametrize("planner", [dcp.DefaultLoadPlanner, ds_reshard.dcp.LoadPlanner])
+@pytest.mark.parametrize("run", [Run(1, 2, "fp32"), Run(3, 2)], ids=str)
+def test_a_partial_load_that_finds_no_weight_is_an_error(saves: Saves, tmp_path: Path, planner: Any, run: Run) -> None:
+    """Its lines mend what a wrapper has renamed; what it finds in part it says."""
+    folder, saved = saves(run, Model())
+    keys = {key: value for key, value in _wanted(saved, torch.float32).items() if not key.startswith("optimizer.")}
+
+    def load(path: Any, wanted: dict[str, Any], **names: str) -> None:
+        reader = ds_reshard.dcp.Reader(path, cast=True, **names)
+        dcp.load(wanted, storage_reader=reader, planner=planner(allow_partial_load=True))
+
+    wrapped = {"model": {f"_orig_mod.{key}": torch.full_like(value, 7.0) for key, value in keys.items()}}
+    for wanted, names in ((wrapped, {}), (wrapped["model"], {"model": ""}), (dict(keys), {})):
+        with pytest.raises(CheckpointException) as raised:
+            load(folder, wanted, **names)
+        (error,) = raised.value.failures.values()
+        assert isinstance(error[0], ds_reshard.ModelMismatch) and "has none of the weights" in str(error[0])
+        if wanted is wrapped:
+            text = str(error[0])
+    assert all(value.eq(7).all() for value in wrapped["model"].values())
+    (tmp_path / "map.json").write_text(re.search(r"write (\{.*\}) to map.json", text)[1])
+    (line,) = (line for line in text.splitlines() if line.startswith("ds-reshard convert"))
+    places = {"OUT": str(tmp_path / "out"), "map.json": str(tmp_path / "map.json")}
+    assert main([places.get(word, word) for word in line.split()[1:]]) == 0
+    some = {**wrapped["model"], "more": torch.zeros(2)}
+    with heard() as lines:
+        load(tmp_path / "out", {"model": some})
+    assert all(not value.eq(7).all() for value in wrapped["model"].values())
+    assert any("lacks 1 tensor (model.more), which stay as they are" in str(line) for line in lines)
 
 
 @pytest.mark.parametrize("ours", [False, True])

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import wrapped_jobs
 from cases import Run
+from safetensors.torch import load_file
 
+from ds_reshard.cli.main import main
 from ds_reshard.operations.wrapper_names import patterns
 
 pytestmark = pytest.mark.distributed
@@ -60,12 +63,58 @@ def test_none_of_what_is_trained_is_an_error_and_some_is_a_warning(worlds: Any, 
         assert told.get("error") == "ModelMismatch" and "has 0 of the 4" in told["text"]
 
 
-def test_names_that_the_run_has_are_not_exchanged_in_silence(worlds: Any, tmp_path: Path) -> None:
-    worlds[1].run("wrapped_jobs.save", run=Run(2, 1), wrapper="two second", folder=str(tmp_path))
-    swap = {"(first|second)\\.weight": "{1}.weight", "first.bias": "second.bias", "second.bias": "first.bias"}
-    asked = {"wrapper": "two second", "folder": str(tmp_path), "names": swap}
-    (told,) = worlds[1].run("wrapped_jobs.load", run=Run(2, 1), **asked)
-    assert told.get("error") == "ConfigError" and "exchanges names of this run" in told["text"]
+@pytest.mark.parametrize(
+    "names",
+    [
+        {"(first|second)\\.weight": "{1}.weight", "first.bias": "second.bias", "second.bias": "first.bias"},
+        {"first\\.(.+)": "second.{1}", "second\\.(.+)": "first.{1}"},
+        {"first\\.(.+)": "second.{1}", "second\\.(.+)": "third.{1}"},
+    ],
+    ids=["names", "patterns", "shifted"],
+)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_names_that_the_run_has_are_not_exchanged_in_silence(
+    worlds: Any, tmp_path: Path, stage: int, names: dict[str, str]
+) -> None:
+    worlds[1].run("wrapped_jobs.save", run=Run(stage, 1), wrapper="two second", folder=str(tmp_path))
+    asked = {"wrapper": "two second", "folder": str(tmp_path), "names": names}
+    (told,) = worlds[1].run("wrapped_jobs.load", run=Run(stage, 1), **asked)
+    assert told.get("error") == "ConfigError" and "exchanges or shifts names of this run" in told["text"], told
+
+
+@pytest.mark.parametrize(("stage", "target"), [(0, 0), (2, 1), (3, 3)])
+def test_frozen_names_are_renamed_where_trained_ones_stay(worlds: Any, tmp_path: Path, stage: int, target: int) -> None:
+    """As PEFT's `base_layer`, which older releases left out."""
+    (truth, *_) = worlds[2].run(
+        "wrapped_jobs.save", run=Run(stage, 2), wrapper="adapter default old", folder=str(tmp_path / "ckpt")
+    )
+    asked = {"run": Run(target, 1), "wrapper": "adapter default", "folder": str(tmp_path / "ckpt")}
+    (told,) = worlds[1].run("wrapped_jobs.load", names=None, **asked)
+    line = re.search(r'add "names": (\{.*\}) to the "ds_reshard" section', told["text"])
+    assert line is not None, told
+    again = str(tmp_path / "again")
+    (told,) = worlds[1].run("wrapped_jobs.load", names=json.loads(line[1]), again=again, **asked)
+    assert "error" not in told, told
+    shared = truth.keys() & told["held"].keys()
+    assert shared and all(torch.equal(truth[name].float(), told["held"][name].float()) for name in shared)
+
+
+@pytest.mark.parametrize(("stage", "target"), [(0, 0), (1, 2), (3, 3)])
+def test_a_base_is_loaded_for_what_is_new_by_the_lines_of_the_error(
+    worlds: Any, tmp_path: Path, stage: int, target: int
+) -> None:
+    """Nothing of what is trained is there: an error, as for an adapter of another name; its lines load the base."""
+    (truth,) = worlds[1].run("wrapped_jobs.save", run=Run(stage, 1), wrapper="two second", folder=str(tmp_path))
+    asked = {"run": Run(target, 2), "wrapper": "headed", "folder": str(tmp_path), "names": None}
+    for told in worlds[2].run("wrapped_jobs.load", **asked, load_module_only=True, load_module_strict=False):
+        assert told.get("error") == "ModelMismatch" and "has 0 of the 2 parameters that this run trains" in told["text"]
+    (line,) = (line for line in told["text"].splitlines() if line.startswith("ds-reshard convert"))
+    assert main([str(tmp_path / "out") if word == "OUT" else word for word in line.split()[1:]]) == 0
+    base = load_file(tmp_path / "out" / "model.safetensors")
+    weights = [truth[f"{number} weight"] for number in range(4)]
+    net = wrapped_jobs.network("headed")
+    assert not net.load_state_dict(base, strict=False).unexpected_keys
+    assert all(torch.equal(saved, found.bfloat16()) for saved, found in zip(weights, net.parameters(), strict=False))
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,20 @@ from logs import heard
 
 
 class _Adapter(torch.nn.Module):
-    """Names as PEFT gives them (synthetic): a frozen weight, and what an adapter of this name trains."""
+    """Names as PEFT gives them (synthetic): a frozen weight, and what an adapter of this name trains.
 
-    def __init__(self, adapter: str) -> None:
+    One that is "old" has the frozen weight in the layer itself, as releases before `base_layer`.
+    """
+
+    def __init__(self, name: str) -> None:
         super().__init__()
+        adapter, _, old = name.partition(" ")
         self.layers = torch.nn.ModuleList()
         for _ in range(2):
-            layer = torch.nn.Module()
-            layer.base_layer = torch.nn.Linear(6, 6).requires_grad_(False)
+            base = torch.nn.Linear(6, 6).requires_grad_(False)
+            layer = base if old else torch.nn.Module()
+            if not old:
+                layer.base_layer = base
             layer.lora_A = torch.nn.ModuleDict({adapter: torch.nn.Linear(6, 2, bias=False)})
             layer.lora_B = torch.nn.ModuleDict({adapter: torch.nn.Linear(2, 6, bias=False)})
             self.layers.append(layer)
@@ -26,7 +32,7 @@ class _Adapter(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             (down,), (up,) = layer.lora_A.values(), layer.lora_B.values()
-            x = layer.base_layer(x) + up(down(x))
+            x = getattr(layer, "base_layer", layer)(x) + up(down(x))
         return x.float().square().sum()
 
 
@@ -51,20 +57,27 @@ class _Two(torch.nn.Module):
         return torch.stack([part(x).float().square().sum() for part in self.children()]).sum()
 
 
-def _build(run: Run, wrapper: str, seed: int) -> Any:
-    import deepspeed
-
-    jobs.forget()
+def network(wrapper: str) -> Any:
     torch._dynamo.config.disable = True  # the names are torch.compile's, and nothing is compiled
-    torch.manual_seed(seed)
     kind, _, name = wrapper.partition(" ")
     net: Any = {"adapter": _Adapter, "two": _Two}.get(kind, lambda _: _Two("second"))(name)
     if kind == "compiled":
         net = torch.compile(net, backend="eager")
     if kind == "half":
         net.second = torch.compile(net.second, backend="eager")
+    if kind == "headed":  # trains a head alone, over a base that others have trained
+        net.requires_grad_(False).add_module("head", torch.nn.Linear(6, 6))
     if kind == "held":
         net = _Holder(net)
+    return net
+
+
+def _build(run: Run, wrapper: str, seed: int) -> Any:
+    import deepspeed
+
+    jobs.forget()
+    torch.manual_seed(seed)
+    net = network(wrapper)
     optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
     return engine

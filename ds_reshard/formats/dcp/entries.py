@@ -136,10 +136,10 @@ def left_out(asked: Iterable[Asked], saved: Collection[str]) -> Iterator[Fault]:
             )
 
 
-def named(names: Sequence[str]) -> str:
-    """How many parameters, and which."""
+def named(names: Sequence[str], noun: str = "parameter") -> str:
+    """How many, and which."""
     shown = ", ".join([*names[:8], *(["..."] if len(names) > 8 else [])])
-    return f"{len(names)} parameter{'s' if len(names) > 1 else ''} ({shown})"
+    return f"{len(names)} {noun}{'s' if len(names) > 1 else ''} ({shown})"
 
 
 class Unasked(NamedTuple):
@@ -174,6 +174,29 @@ def join(ranks: Sequence[Unasked | None]) -> tuple[Unasked, int]:
     told = [one or Unasked(0, 0) for one in ranks]
     first = next((number for number, one in enumerate(told) if any(one)), 0)
     return Unasked(reduce(or_, (one.had for one in told)), reduce(or_, (one.others for one in told))), first
+
+
+class Matched(NamedTuple):
+    """Of the weights that a rank asks for, how many the checkpoint has; and every tensor that it lacks."""
+
+    asked: int
+    found: int
+    lacking: frozenset[str]
+
+    @classmethod
+    def of(cls, tensors: Collection[str], asked: Iterable[Asked], saved: Collection[str], model: str) -> Matched:
+        """`tensors` are the keys; weights are those under `model`, else all that no optimizer has, else all."""
+        states = tuple(one.top for one in asked)
+        others = [key for key in tensors if not key.startswith(states)]
+        weights = [key for key in others if not model or key.startswith(f"{model}.")] or tensors
+        return cls(len(weights), sum(key in saved for key in weights), frozenset(tensors).difference(saved))
+
+    def joined(self, other: Matched) -> Matched:
+        return Matched(self.asked + other.asked, self.found + other.found, self.lacking | other.lacking)
+
+    @property
+    def nothing(self) -> bool:
+        return bool(self.asked) and not self.found
 
 
 @dataclass(slots=True, kw_only=True)

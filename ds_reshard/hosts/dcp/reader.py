@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
+from ds_reshard.formats.dcp.entries import Matched, Unasked, join, left_out, named, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
@@ -43,6 +45,7 @@ from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove
 from ds_reshard.operations.ranks import agree_files, gather, of_all, rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.operations.wrapper_names import patterns
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 
@@ -351,16 +354,46 @@ class Reader(StorageReader):
         return filling, [*faults, *shards.compare(), *shards.index.faults]
 
     def _warn(self, planner: TorchPlanner, faults: list[Fault]) -> None:
-        """Raise the `faults` of all ranks, as `_agree`; then warn of states that no optimizer of this run has."""
+        """Raise the `faults` of all ranks, as `_agree`; then warn of what only the run or only the checkpoint has.
+
+        A partial load that finds none of the weights is a fault.
+        """
         tied = {*self._source.shared, *self._source.shared.values()}
         saved = [key for key, entry in self._entries.items() if len(entry.path) < 2 or entry.path[-2] not in tied]
-        mine = Unasked.of(optimizers(getattr(planner, "original_state_dict", {})), saved)
+        asked = list(optimizers(getattr(planner, "original_state_dict", {})))
+        tensors = [key for key, value in getattr(planner, "state_dict", {}).items() if isinstance(value, torch.Tensor)]
+        mine = Unasked.of(asked, saved), Matched.of(tensors, asked, self._entries, self._names["model"])
         alone = self._group is None
         everyone = [(faults, mine)] if alone else gather((faults, mine), self._group)
         raise_faults([fault for of_rank, _ in everyone for fault in of_rank], subject=_SUBJECT)
-        joined, first = join([one for _, one in everyone])
+        matched = reduce(Matched.joined, [one for _, (_, one) in everyone])
+        lacking = sorted(matched.lacking)
+        if matched.nothing:
+            what = "has none of the weights that this run asks for, by their keys"
+            there = named(sorted(saved), "key")
+            raise ModelMismatch.of(
+                self._source.folder, what, named(lacking, "tensor"), there, mend=self._renaming(lacking)
+            )
+        joined, first = join([one for _, (one, _) in everyone])
         if rank(self._group) == first and (told := joined.warning(saved, self._source.folder)):
             logger.warning(told)
+        if lacking and rank(self._group) == 0:
+            logger.warning("%s lacks %s, which stay as they are", self._source.folder, named(lacking, "tensor"))
+
+    def _renaming(self, lacking: Sequence[str]) -> str:
+        """What mends a load of which wrappers have changed all names; else the general way."""
+        mend = "ask for the keys that were saved (the Reader's model= is the name at the top), or build that model"
+        top = f"{self._names['model']}." if self._names["model"] else ""
+        saved = [
+            key.removeprefix(top) for key, one in self._entries.items() if key.startswith(top) and not is_state(one)
+        ]
+        names = patterns(saved, [key.removeprefix(top) for key in lacking])
+        if names is None:
+            return mend
+        return (
+            f"write {json.dumps(names)} to map.json and load what this makes:\n"
+            f"ds-reshard convert {self._source.folder} OUT --to dcp --names map.json"
+        )
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
         """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""

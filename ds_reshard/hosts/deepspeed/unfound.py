@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
+_BASE_ALONE = """; where all that is trained is new, load the base before deepspeed.initialize, and not here:
+ds-reshard convert {folder} OUT --to safetensors
+model.load_state_dict(safetensors.torch.load_file("OUT/model.safetensors"), strict=False)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,19 +60,28 @@ def found_at_all(
     `custom` load function fills is its own affair.
     """
     shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.answers(name)}
+    saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
+    if custom or run.keys() <= set(saved):
+        return
+    names = patterns(saved, run)
     trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
-    lacking = [name for name in trained if name not in shapes]
-    if not lacking or custom:
+    none = bool(trained) and not any(name in shapes for name in trained)
+    asked, kind = trained, "trains"
+    if names is not None and shapes.keys() >= set(trained):  # wrappers have renamed what is frozen alone
+        asked, kind = [name for name in run if name not in trained], "does not train"
+    lacking = [name for name in asked if name not in saved]
+    if not lacking:
         return
     left = sorted(name for name in shapes if name not in model.keys)
-    names = patterns([*shapes, *checkpoint.model.objects], [*model.trainable, *model.frozen, *model.keys])
     mend = "build the model that was saved, or map its names"
     if names is not None:
         mend = f'add "names": {json.dumps(names)} to the "ds_reshard" section of the DeepSpeed JSON'
-    what = f"has {len(trained) - len(lacking)} of the {len(trained)} parameters that this run trains, by their names"
+    elif none and not strict and model.frozen and shapes.keys() >= model.frozen.keys():
+        mend += _BASE_ALONE.format(folder=checkpoint.listing.folder)
+    what = f"has {len(asked) - len(lacking)} of the {len(asked)} parameters that this run {kind}, by their names"
     shown = f"{', '.join(lacking[:4])}{', ...' if len(lacking) > 4 else ''}"
     there = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}" or "no other names"
-    if len(lacking) == len(trained) or (strict and names is not None):
+    if none or (strict and names is not None):
         raise ModelMismatch.of(checkpoint.listing.folder, what, shown, there, mend=mend)
     if not rank() and not strict:
         said = f"{what}; as they are stay {shown} (in the checkpoint alone: {there})"
@@ -92,8 +104,7 @@ class Renaming:
         if not isinstance(model, ModelStates):
             return model
         held = dict.fromkeys((*model.module, *model.objects, *model.trainable, *model.frozen_shapes))
-        trained = model.trainable or {name: () for name in model.module if name not in model.buffer_names}
-        new = self._new(model, list(held), trained)
+        new = self._new(model, list(held))
         if not new:
             return model
         if not self.plain:
@@ -102,15 +113,19 @@ class Renaming:
             raise UnsupportedLayout.of(model.path, what, mend=mend)
         return model.under(new)
 
-    def _new(self, model: ModelStates, held: list[str], trained: Mapping[str, Shape]) -> Mapping[str, str]:
-        already = self.run.issuperset(trained)
-        if already and not any(name in self.names.names for name in trained):
-            return {}  # patterns fit what they have given, too
+    def _new(self, model: ModelStates, held: list[str]) -> Mapping[str, str]:
+        """The names to change: none if the run has all parameters of the folder by the names that are there.
+
+        ConfigError if the map gives such a folder other names of this run, as one that exchanges or shifts them.
+        """
         new = self.names.renaming(held, model.shared)
-        if already and any(name in trained for name in new):
-            what = "exchanges names of this run: whether the folder has them already, no file says"
+        parameters = {*model.trainable, *model.frozen_shapes} or model.module.keys() - model.buffer_names
+        if not self.run.issuperset(parameters):
+            return new
+        if not self.run.isdisjoint(new.values()) or any(name in self.names.names for name in new):
+            what = "exchanges or shifts names of this run: whether the folder has them already, no file says"
             raise ConfigError.of(self.names.path, what, mend="convert the folder with --names, and leave it out here")
-        return {} if already else new
+        return {}
 
 
 def renamed(listing: Listing, engine: DeepSpeedEngine, names: str | Mapping[str, object] | None) -> Listing:
