@@ -287,6 +287,10 @@ def test_states_and_hyperparameters_are_those_that_were_asked_for(
             name_of = "norm.pp_block.weight"
             part = slice(0, 4) if rank == 0 else slice(4, 7)
             assert torch.equal(found["masters"][name_of], expected[name_of, "fp32"][part]) == (not skipped)
+            if rank == 0:
+                told = [found["report"][row].used for row in ("fp32 masters", "moments and step")]
+                moments = "from the checkpoint" if found["moments"] else "zero"
+                assert told == ["from the loaded weights" if skipped else "from the checkpoint", moments]
 
 
 def test_what_is_no_hyperparameter_is_refused(saved: Callable[..., str], worlds: Any) -> None:

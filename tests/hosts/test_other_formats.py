@@ -109,8 +109,12 @@ def test_an_optimizer_without_names_decides_no_load_of_weights_alone(
     skipped = {**ds_config(run), "ds_reshard": {"resume": {"optimizer": "skip"}}}
     for config, faults in ((skipped, 0), (ds_config(run), 1)):
         assert len(foreseen.forecast(str(folder), foreseen.Coming(config=config, world=2)).faults) == faults
-    (folder / "optimizer.pt").unlink()
-    assert foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=2)).faults == ()
+    for there in ("not opened", None):
+        told = foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=2))
+        assert told.faults == () and told.report is not None
+        rows = [told.report[name] for name in ("fp32 masters", "moments")]
+        assert [(row.checkpoint, row.used) for row in rows] == [(there, "from weights"), (there, "anew")]
+        (folder / "optimizer.pt").unlink(missing_ok=True)
 
 
 def test_a_tied_weight_that_was_saved_twice(worlds: Any, saves: Saves, tmp_path: Path) -> None:

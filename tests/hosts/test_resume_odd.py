@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,3 +144,26 @@ def test_a_load_without_moments_into_a_run_that_has_stepped(worlds: Any, kept: A
         loaded = resume(worlds, Setup(run=now), folder, arguments={"load_optimizer_states": False}, stepped=stepped)
         rows = {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}
         assert (rows["moments"], rows["fp32 masters"]) == (said, "from weights")
+
+
+@pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
+def test_rows_tell_the_engine_and_not_the_request(worlds: Any, kept: Any, now: Run) -> None:
+    """Masters that DeepSpeed makes of the weights, and this run's counters where it has trained or loaded before."""
+    folder, _ = kept(Setup(run=Run(2, 2)))
+
+    def rows(run: Run, **more: Any) -> dict[str, Any]:
+        loaded = resume(worlds, Setup(run=run), folder, **more)
+        assert loaded[0]["error"] is None, loaded[0].get("text")
+        return {row["name"]: row for row in loaded[0]["report"]["rows"]}
+
+    told = rows(now)
+    assert [told["fp32 masters"][at] for at in ("checkpoint", "used")] == ["saved", "checkpoint"]
+    assert [told["moments"][at] for at in ("checkpoint", "used")] == ["saved", "checkpoint"]
+    assert [told[name]["this_run"] for name in ("iteration", "samples")] == [0, 0]
+    again = rows(now, stepped=2)
+    assert again["iteration"]["this_run"] == 2 and again["samples"]["this_run"] > 0
+    assert again["iteration"]["used"] == told["iteration"]["used"] == rows(now, twice=True)["iteration"]["this_run"]
+    anew = rows(replace(now, options={"load_from_fp32_weights": False}))
+    assert (anew["fp32 masters"]["used"], anew["moments"]["used"]) == ("from weights", "checkpoint")
+    alone = rows(now, arguments={"load_optimizer_states": False})
+    assert {alone[name]["checkpoint"] for name in ("fp32 masters", "moments")} <= {"saved", "not opened"}

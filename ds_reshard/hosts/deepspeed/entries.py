@@ -61,6 +61,10 @@ class Request:
         return self.optimizer and not self.module_only
 
     @property
+    def load_moments(self) -> bool:
+        return self.load_optimizer and self.moments
+
+    @property
     def given(self) -> dict[str, object]:
         """What the user gave, by DeepSpeed's names, as plain values; of a function only whether there is one."""
         return {

@@ -21,11 +21,13 @@ from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Request, has_loader,
 from ds_reshard.hosts.deepspeed.grid import param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
+from ds_reshard.hosts.deepspeed.resume_values import ANEW, FROM_CHECKPOINT, MASTERS, MOMENTS, Last
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
+from ds_reshard.resume.schedulers import has_moments
 
 if TYPE_CHECKING:
     import torch
@@ -305,6 +307,42 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
                 mend="restore all files of one save; if the weights were edited on purpose, load once with "
                 '"reshard": {"verify": "off"}',
             )
+
+
+_KEPT = "as before this load"
+
+
+def states_left(engine: DeepSpeedEngine, last: Last) -> dict[str, str]:
+    """Whose the masters and the moments of this rank are after a load, by the rows of its report.
+
+    By what is in the engine; what was asked for tells apart only what is alike: masters of fp32 training, for one, are
+    the weights.
+    """
+    moments = FROM_CHECKPOINT if last.request.load_moments and last.saved.has(MOMENTS) else _KEPT
+    return {MASTERS: _masters_left(engine, last), MOMENTS: moments if has_moments(engine.optimizer) else ANEW[MOMENTS]}
+
+
+def _masters_left(engine: DeepSpeedEngine, last: Last) -> str:
+    """The first elements of each flat buffer are compared with the weights: as many as are cheap in CPU memory, too."""
+    live = live_optimizer(engine)
+    loaded = last.request.load_optimizer and last.saved.has(MASTERS)
+    compared = [
+        (masters.detach().view(-1)[:_COMPARED_NUMEL], weights.detach().view(-1)[:_COMPARED_NUMEL])
+        for masters, weights in zip(
+            (buffer.fp32 for buffer in live.buffers) if live is not None else (),
+            _weights_beside(engine, live) if live is not None else (),
+            strict=True,
+        )
+        if weights is not None and weights.dtype is not masters.dtype and weights.numel() == masters.numel()
+    ]
+    if any(_first_difference(masters, weights) is not None for masters, weights in compared):
+        return "not those of the weights" if loaded else _KEPT
+    made = compared and all(_first_difference(weights, masters) is None for masters, weights in compared)
+    if made and not (loaded and engine.zero_load_from_fp32_weights()):
+        return ANEW[MASTERS]
+    if loaded:
+        return FROM_CHECKPOINT
+    return _KEPT if compared else ANEW[MASTERS]
 
 
 def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:

@@ -33,6 +33,7 @@ from ds_reshard.hosts.deepspeed.external_schedulers import (
 )
 from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
 from ds_reshard.hosts.deepspeed.live import live_kind, refuse_use, restore_use
+from ds_reshard.hosts.deepspeed.move import states_left
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.resume_values import (
     WAITING,
@@ -98,8 +99,11 @@ class Resume:
         self._saved: Saved | None = None
         self._beside: resume_values.Beside | None = None
         self._subject = f"loading {request.load_dir}"
+        self._before: tuple[int, int, int | None] = (0, 0, None)
         if not request.module_only:
             resume_values.own_values(engine)
+            position = position_of(engine.lr_scheduler) if engine.lr_scheduler is not None else None
+            self._before = engine.global_steps, engine.global_samples, position
 
     def refuse(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
@@ -192,7 +196,7 @@ class Resume:
         request, iteration = replace(self.request, custom_load_fn=None), self._engine.global_steps
         saved = self._saved or self._from_engine()
         last = resume_values.Last(
-            policy=self.policy, saved=saved, request=request, iteration=iteration, proof=self.proof
+            policy=self.policy, saved=saved, request=request, iteration=iteration, before=self._before, proof=self.proof
         )
         resume_values.loaded(self._engine, last)
 
@@ -209,6 +213,9 @@ class Resume:
         return result
 
     def _report(self) -> None:
+        last = resume_values.own_values(self._engine).last
+        assert last is not None, "the load has noted it"
+        resume_values.loaded(self._engine, replace(last, left=states_left(self._engine, last)))
         made = report(self._engine, resume_values.own_values(self._engine), self._beside)
         logger.info("%s", made)
         for warning in made.warnings:

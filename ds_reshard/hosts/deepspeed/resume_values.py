@@ -22,27 +22,24 @@ from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.during import during
 from ds_reshard.operations.ranks import attempt, rank
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish, rate_warning, say_applied
-from ds_reshard.resume.schedulers import (
-    DEEPSPEED,
-    UNKNOWN,
-    Beginning,
-    has_moments,
-    innermost,
-    position_in,
-    position_of,
-    set_groups,
-)
+from ds_reshard.resume.schedulers import DEEPSPEED, UNKNOWN, Beginning, innermost, position_in, position_of, set_groups
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_routing.scheduler import RandomLTDScheduler
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+
+MASTERS, MOMENTS = "fp32 masters", "moments"
+ANEW = {MASTERS: "from weights", MOMENTS: "anew"}
+"""What a load without them leaves, by the rows of the report."""
+FROM_CHECKPOINT = "checkpoint"
 
 # Of a param group, what a schedule decides. `initial_lr` is where torch's schedulers keep a group's own rate.
 SCHEDULED = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "weight_decay"})
@@ -61,14 +58,17 @@ class Last:
     """The last load of an engine: its policy, what the checkpoint said, what was asked for, the iteration that it left.
 
     `proof` says how many tensors were proved, None where nobody asked for it. `placed` are the schedulers beside the
-    engine that have taken a state since. Nothing here holds the engine.
+    engine that have taken a state since. `before` are iteration, samples and position just before the load, `left` says
+    whose masters and moments it has left, None while it is still to come. Nothing here holds the engine.
     """
 
     policy: ResumePolicy
     saved: Saved
     request: Request
     iteration: int
+    before: tuple[int, int, int | None] = (0, 0, None)
     proof: str | None = None
+    left: Mapping[str, str] | None = None
     placed: weakref.WeakSet[object] = field(default_factory=weakref.WeakSet)
 
 
@@ -258,7 +258,8 @@ class Saved:
 
     `groups` maps a live param group to the saved hyper-parameters that belong to it: without groups whose members
     were saved with different ones, and empty where the optimizer files are not read. `scheduler` is the saved state
-    dict; `config` the DeepSpeed JSON of the saving run; `sp` the number of ranks that shared a micro batch.
+    dict; `config` the DeepSpeed JSON of the saving run; `sp` the number of ranks that shared a micro batch. `holds`
+    says what there is of its optimizer, None where that is not known.
     """
 
     where: str
@@ -272,6 +273,11 @@ class Saved:
     samples: int | None = None
     skipped: int = 0
     clip_grad: object = None
+    holds: Mapping[str, str] | None = None
+
+    def has(self, name: str) -> bool:
+        """Whether its optimizer has them, by a row of the report; so it is taken to be where nobody has looked."""
+        return self.holds is None or name in self.holds
 
     @property
     def position(self) -> int:
@@ -322,7 +328,7 @@ def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settin
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
     # a model file of stage 0 may have the optimizer in it, as records
     tells_groups = checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping)
-    return saved_of(
+    saved = saved_of(
         checkpoint.model.entries,
         settings,
         where=checkpoint.listing.folder,
@@ -331,6 +337,19 @@ def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settin
         clip_grad=checkpoint.optimizer_entries.get("clip_grad"),
         scheduler=scheduler,
     )
+    return replace(saved, holds=_holds(checkpoint))
+
+
+def _holds(checkpoint: ZeroCheckpoint) -> dict[str, str]:
+    """Rows of the report for what there is of an optimizer; of files that were not opened, no more than that."""
+    kinds = {key.kind for key in checkpoint.layout.placements} - {WEIGHT}
+    if kinds:
+        there = {MASTERS: MASTER in kinds, MOMENTS: bool(kinds - {MASTER})}
+        return {name: "saved" for name, present in there.items() if present}
+    listing, inside = checkpoint.listing, checkpoint.model.entries.get("optimizer")
+    unopened = listing.universal or inside is not None or any(one.optim for one in listing.columns.values())
+    unopened = unopened or any(name.startswith("optimizer.") for name in listing.nbytes)  # of plain PyTorch
+    return dict.fromkeys(ANEW, "not opened") if unopened else {}
 
 
 def saved_of(
@@ -448,17 +467,17 @@ _SHOWN = ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum")
 def report(engine: DeepSpeedEngine, own: Own, beside: Beside | None) -> ResumeReport:
     """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
     assert own.last is not None
-    saved, policy, request = own.last.saved, own.last.policy, own.last.request
+    saved, policy, (iteration, samples, _) = own.last.saved, own.last.policy, own.last.before
     clip = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
     random = ("this run", "--finetune") if policy.finetune else ("the script's own", "DeepSpeed stores none")
     data = "from its start" if policy.dataloader == "reset" else "the script's own"
     rows = [
-        Row.of("iteration", saved.iteration, 0, engine.global_steps, because(policy, "iteration")),
-        Row.of("samples", saved.samples, 0, engine.global_samples, because(policy, "iteration")),
-        _position(engine, saved, policy, beside),
+        Row.of("iteration", saved.iteration, iteration, engine.global_steps, because(policy, "iteration")),
+        Row.of("samples", saved.samples, samples, engine.global_samples, because(policy, "iteration")),
+        _position(engine, own.last, beside),
         *_group_rows(engine, own, saved, policy),
         Row.of("clip_grad", saved.clip_grad, own.clip_grad, clip, because(policy, "clip_grad")),
-        *_optimizer(engine, policy, request),
+        *_optimizer(own.last),
         Row.of("rng", None, "this run", *random),
         Row.of("data", None, "from its start", data, because(policy, "dataloader")),
         *_sizes(engine, saved),
@@ -551,11 +570,13 @@ def amend(engine: DeepSpeedEngine, own: Own, beside: Beside) -> None:
         logger.error("no resume report: %s", fault.line())
 
 
-def _position(engine: DeepSpeedEngine, saved: Saved, policy: ResumePolicy, beside: Beside | None) -> Row:
-    scheduler = engine.lr_scheduler if beside is None else beside.scheduler
-    theirs = (saved.position if saved.scheduler is not None else None) if beside is None else beside.saved_position
+def _position(engine: DeepSpeedEngine, last: Last, beside: Beside | None) -> Row:
+    scheduler, before = engine.lr_scheduler, last.before[2]
+    theirs = last.saved.position if last.saved.scheduler is not None else None
+    if beside is not None:
+        scheduler, theirs, before = beside.scheduler, beside.saved_position, beginning_of(beside.scheduler).position
     used = position_of(scheduler) if scheduler is not None else None
-    return Row.of("schedule position", theirs, 0 if scheduler is not None else None, used, because(policy, "position"))
+    return Row.of("schedule position", theirs, before, used, because(last.policy, "position"))
 
 
 def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumePolicy) -> Iterator[Row]:
@@ -567,13 +588,12 @@ def _group_rows(engine: DeepSpeedEngine, own: Own, saved: Saved, policy: ResumeP
                 yield Row.of(f"group {number}: {name}", theirs.get(name), mine.get(name), group[name], why)
 
 
-def _optimizer(engine: DeepSpeedEngine, policy: ResumePolicy, request: Request) -> Iterator[Row]:
-    """Rows of masters and moments; moments that no load has brought are looked at, as the run may have made them."""
-    loaded = {"fp32 masters": request.load_optimizer, "moments": request.load_optimizer and request.moments}
-    for name, present in loaded.items():
-        anew = "from weights" if name == "fp32 masters" else "anew"
-        why = because(policy, "optimizer")
-        if not present and why == "host":
+def _optimizer(last: Last) -> Iterator[Row]:
+    """Rows of masters and moments: as a load has left them, or as one that is still to come will."""
+    for name, asked in {MASTERS: last.request.load_optimizer, MOMENTS: last.request.load_moments}.items():
+        why, anew = because(last.policy, "optimizer"), ANEW[name]
+        if not asked and why == "host":
             why = "arguments of load_checkpoint"
-        kept = "as before this load" if name == "moments" and not present and has_moments(engine.optimizer) else anew
-        yield Row.of(name, "saved", anew, "checkpoint" if present else kept, why)
+        foreseen = FROM_CHECKPOINT if asked and last.saved.has(name) else anew
+        used = last.left[name] if last.left is not None else foreseen
+        yield Row.of(name, (last.saved.holds or {}).get(name), anew, used, why)

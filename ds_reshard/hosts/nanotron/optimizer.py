@@ -534,11 +534,13 @@ def _moments_left(live: Live, policy: ResumePolicy) -> str:
     return "from the checkpoint" if policy.loads_moments else _KEPT
 
 
-def _masters_left(live: Live) -> str:
-    """Whether each master of this rank is the cast of its weight."""
+def _masters_left(live: Live, policy: ResumePolicy) -> str:
+    """Whose the masters of this rank are: after a load without them the weights, to the bit."""
     parts = live.accumulator.parameters.values() if live.accumulator is not None else ()  # type: ignore[attr-defined]
-    alike = all(bool((held["fp32"].to(held["half"].dtype) == held["half"]).all()) for held in parts)
-    return "from the loaded weights" if alike else _KEPT
+    weights = [bool((held["fp32"] == held["half"]).all()) for held in parts]
+    if all(weights) and (weights or not policy.loads_masters):
+        return "from the loaded weights"
+    return "from the checkpoint" if policy.loads_masters else _KEPT
 
 
 def report_optimizer(
@@ -567,7 +569,7 @@ def report_optimizer(
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
             load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
     why = because(policy, "optimizer")
-    load.row("fp32 masters", "from the checkpoint" if policy.loads_masters else _masters_left(live), why)
+    load.row("fp32 masters", _masters_left(live, policy), why)
     load.row("moments and step", _moments_left(live, policy), why)
     for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
         values = saved[number] if saved is not None else {}
