@@ -171,7 +171,10 @@ class _Forecasting:
         faults = hyperparameter_faults(groups, policy) if chain else []
         raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
         tokens = self._tokens(arguments)
-        self.why = decided_by(saved, arguments, self.wanted, _apart(self.run)) or []
+        own_adam = self.wanted and _own_adam(arguments)
+        if own_adam:
+            self.notes.append("neither Apex nor Transformer Engine is here: the run's Adam is taken to be torch's own")
+        self.why = decided_by(saved, arguments, self.wanted, _apart(self.run), own_adam=own_adam) or []
         if self.why:
             self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
             unfit = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
@@ -327,6 +330,17 @@ def _apart(run: Mapping[str, object]) -> bool:
 
     divided = size_of(run, "expert_model_parallel_size") > 1
     return experts_apart(run) and (divided or Version(megatron.core.__version__) >= Version("0.19"))
+
+
+def _own_adam(arguments: Namespace) -> bool:
+    """Whether the distributed optimizer would step by torch's own Adam, as Megatron-LM falls back to it here."""
+    import torch
+    from megatron.core import optimizer
+
+    adam = getattr(optimizer, "Adam", None)
+    own = isinstance(adam, type) and issubclass(adam, torch.optim.Adam | torch.optim.AdamW)
+    on_gpu = arguments.optimizer == "adam" and not arguments.optimizer_cpu_offload
+    return own and on_gpu and bool(arguments.use_distributed_optimizer)
 
 
 def _form(saved: Saved) -> str:

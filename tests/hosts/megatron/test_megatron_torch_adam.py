@@ -112,6 +112,10 @@ def test_nothing_has_changed_under_the_distributed_optimizer(releases: Any, by: 
     assert (told["wrong"], told["steps"]) == ([], [STEP])
     (row,) = (row for row in told["report"]["rows"] if row["name"] == "tensors read by")
     assert row["because"] == "the distributed optimizer steps by torch's own Adam"
+    for function, loader in (("torch_adam", "ds_reshard"), ("foresee_jobs", "Megatron-LM")):
+        more = {"world": 1} if function == "foresee_jobs" else {}
+        (said,) = releases["0.19.2"].run(f"{function}:foresee", arguments=SHARDED, folder=str(tmp_path), **more)
+        assert said["loads"] and said["loader"] == loader, said["verdict"]
 
 
 # -- bad input ---------------------------------------------------------------------------------------------------------

@@ -56,6 +56,13 @@ def refused(arguments: str) -> dict[str, Any]:
     return load_jobs.refused(arguments)
 
 
+def foresee(arguments: str, folder: str) -> dict[str, Any]:
+    import foresee_jobs
+
+    _fall_back()
+    return foresee_jobs.foresee(arguments, folder, world=1)
+
+
 def change(path: str, steps: list[float]) -> dict[str, Any]:
     """Save a file again with these steps, one for each state in turn; with none it tells no step."""
     held = torch.load(path, weights_only=False)
