@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 
@@ -352,7 +352,8 @@ def _same(
         if [saved[0][dtype], saved[1][dtype]] == computed:
             return dtype
     what = f"{rank.prefix}: the buckets of model chunk {chunk} are others than those of its parameters"
-    faults.append(_other(directory.path, what, str(computed), str([list(one.values()) for one in saved])))
+    fault = _other(directory.path, what, str(computed), str([list(one.values()) for one in saved]))
+    faults.append(frozen(fault, RESAVE) if len(saved[0]) == 1 and saved[0].keys() == saved[1].keys() else fault)
     return None
 
 
@@ -402,6 +403,14 @@ def _place(
 
 def _other(where: str, what: str, expected: str, found: str) -> Fault:
     return CheckpointDamaged.fault(where, what, expected, found, mend=f"restore the folder from a copy; or {RESAVE}")
+
+
+def frozen(fault: Fault, mend: str) -> Fault:
+    """The same of files that agree with themselves: no damage, but parameters of which no file says that they were.
+
+    A bucket, a flat buffer and a param group hold those that were trained, without their names.
+    """
+    return replace(fault, error=UnsupportedLayout.__name__, what=f"{fault.what}: some were frozen", mend=mend)
 
 
 def ordered(tiles: Sequence[Tile]) -> list[Tile]:

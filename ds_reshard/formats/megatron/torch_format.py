@@ -24,6 +24,7 @@ from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, argument
 from ds_reshard.formats.megatron.flat_states import (
     experts_apart,
     experts_cut,
+    frozen,
     layers_of,
     shards_of_experts,
     size_of,
@@ -487,9 +488,11 @@ def _flat(
         fast=bool(arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
     shapes, numel = {piece.key.name: piece.shape for piece in weights}, sum(bucket.unpadded for bucket in buckets)
-    if tensors.get("numel_unpadded") != numel:
+    if (told := tensors.get("numel_unpadded")) != numel:
         what = f"model chunk {number}: the flat buffer is of another size than its parameters"
-        faults.append(_damaged(path, what, str(numel), str(tensors.get("numel_unpadded"))))
+        alike = all(getattr(one, "shape", None) == (told,) for kind, one in tensors.items() if kind != "numel_unpadded")
+        fault = _damaged(path, what, str(numel), str(told))
+        faults.append(frozen(fault, _SAVE_DIST) if alike else fault)
         return
     for kind, tensor in tensors.items():
         if kind == "numel_unpadded":
@@ -528,12 +531,13 @@ def _plain(rank: _Rank, weights: Sequence[_Piece], faults: list[Fault]) -> Itera
         faults.append(UnsupportedLayout.fault(rank.path, what, mend=_SAVE_DIST))
         return
     for names, group, owned in zip(members, groups, masters, strict=True):
-        numbers = group.get("params")
-        if not isinstance(numbers, list) or not isinstance(owned, list) or not len(numbers) == len(owned) == len(names):
+        numbers, own = (one if isinstance(one, list) else [] for one in (group.get("params"), owned))
+        if not len(numbers) == len(own) == len(names):
             what = "a param group has another number of parameters than Megatron's rule gives it"
-            faults.append(_damaged(rank.path, what, str(len(names)), str(len(owned))))
+            fault = _damaged(rank.path, what, str(len(names)), str(len(own)))
+            faults.append(frozen(fault, _SAVE_DIST) if 0 < len(own) == len(numbers) else fault)
             continue
-        for name, number, master in zip(names, numbers, owned, strict=True):
+        for name, number, master in zip(names, numbers, own, strict=True):
             saved = states.get(number)
             for kind, tensor in {MASTER: master, **(saved if isinstance(saved, Mapping) else {})}.items():
                 if kind == "step" and (not isinstance(tensor, TensorRecord) or tensor.numel == 1):

@@ -14,6 +14,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from pathlib import PurePath
 from types import SimpleNamespace
 from typing import NamedTuple, cast
 
@@ -21,12 +22,14 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digests
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.revive import revive
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, faults_of, raise_faults
 from ds_reshard.execution.buffers import element_type, read_tensor
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of, read_object
 from ds_reshard.formats.megatron.door import OpenedMegatron
 from ds_reshard.formats.megatron.flat_states import size_of
+from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hosts.megatron.group_values import note_loaded
 from ds_reshard.hosts.megatron.groups import dealt, experts_differ, is_plain
 from ds_reshard.hosts.megatron.live import Group, Load, leaves, live_groups
@@ -50,7 +53,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import Steps, agree, other_files, rank, same_files, unseen, world_size
+from ds_reshard.operations.ranks import Steps, agree, attempt, other_files, rank, same_files, unseen, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
@@ -289,7 +292,11 @@ def _agreed(
         if saved is not None and rank() == 0:
             raise_faults(unwritable(load.policy.report), subject=subject)
         own_adam = wanted and any(map(is_torch_adam, leaves(load.optimizer)))
-        return saved, decided_by(saved, arguments, wanted, apart, own_adam=own_adam)
+        why = decided_by(saved, arguments, wanted, apart, own_adam=own_adam)
+        if saved is not None and wanted and not why:
+            sizes, _, _ = attempt(lambda: list(_other_buffers(saved, load.optimizer)))  # what is damaged is told later
+            load.buffers = sizes or []
+        return saved, why
 
     with digests() as read:
         steps.take(lambda: raise_faults(announced, subject="resume policy"), subject="resume policy")
@@ -333,6 +340,55 @@ def decided_by(
     why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
     return why if why or (wanted and may_be_shifted(saved)) else None
+
+
+_FROZEN = "train the parameters that the saving run has trained (requires_grad), or add --no-load-optim"
+
+
+def _other_buffers(saved: Saved, optimizer: object) -> Iterator[Fault]:
+    """A fault for each flat buffer of this rank of another size, as of a parameter that one of the runs has frozen.
+
+    Megatron stops there when weights have changed (`load_parameter_state_from_dp_reshardable` and `_from_dp_zero` of
+    core/optimizer/distrib_optimizer.py, 0.18.2 and 0.19.2).
+    """
+    for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        now = [sum(sum(sizes) for sizes in one.values()) for one in getattr(part, "per_bucket_numel_unpadded", ())]
+        then = (_bucket_sizes if saved.whole else _buffer_sizes)(saved, part, number) if now else None
+        for chunk, sizes in enumerate(zip(then or (), now, strict=False)):
+            if sizes[0] != sizes[1]:
+                what = f"the optimizer's state of model chunk {chunk} is of other parameters than this run trains"
+                counted = [f"{size} elements on this rank" for size in sizes]
+                yield ModelMismatch.fault(saved.folder, what, *counted, mend=_FROZEN)
+
+
+def _bucket_sizes(saved: Saved, part: object, number: int) -> list[int] | None:
+    """Elements of each buffer of `torch_dist` with sharding type dp_reshardable, None where that is not told."""
+    name = f"optimizer.distributed.dp_group_idx_{getattr(part, 'data_parallel_group_idx', 0)}.per_bucket_numel_unpadded"
+    keys = [f"{prefix}{name}/shard_0_1" for prefix in (f"chained_{number}.", "")]
+    place = next((saved.objects[key] for key in keys if key in saved.objects), None)
+    held = read_object(place) if place is not None else None
+    listed = held if isinstance(held, list) else [held]
+    rows = [one for one in listed if isinstance(one, Mapping)]
+    if len(rows) < len(listed):
+        return None
+    return [sum(sum(sizes) if isinstance(sizes, list) else sizes for sizes in one.values()) for one in rows]
+
+
+def _buffer_sizes(saved: Saved, part: object, number: int) -> list[int] | None:
+    """Elements of each buffer of format `torch`, None where this rank's file does not tell."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    step = PurePath(saved.folder).name.removeprefix("iter_")
+    path = PurePath(get_checkpoint_name(str(PurePath(saved.folder).parent), int(step))).with_name(FLAT_FILE)
+    if not folders.is_file(str(path)):
+        return None
+    with open_archive(str(path)) as archive:
+        held = archive.load()
+    flat = (held[number] if number < len(held) else None) if isinstance(held, list) else held
+    found = list[int]()
+    while isinstance(flat, Mapping) and isinstance(flat.get(len(found)), Mapping):
+        found.append(sum(one.get("numel_unpadded", 0) for one in flat[len(found)].values()))
+    return found
 
 
 def _refuse_left_over(arguments: Namespace) -> None:

@@ -8,6 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
+from ds_reshard.errors import Fault
 from ds_reshard.hooks import Call
 from ds_reshard.model.during import during
 from ds_reshard.resume.megatron import Schedule
@@ -123,7 +124,7 @@ class Load:
     `finetune` alone. `matched` are the optimizers whose saved groups have been
     looked at, with these in live order. `before` has the counters from before the load, by the names of their rows,
     `random` the random states that Megatron has read.
-    `models` are the chunks of the model.
+    `models` are the chunks of the model, `buffers` what is wrong with sizes of flat buffers that Megatron is to load.
     `scanned` is the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors.
     """
 
@@ -141,6 +142,7 @@ class Load:
     scanned: str = ""
     taken: Taken | None = None
     models: object | None = None
+    buffers: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 

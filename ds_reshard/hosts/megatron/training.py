@@ -249,7 +249,8 @@ def load_base_checkpoint(call: Call) -> Base:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
             strictness = str(getattr(arguments, "dist_ckpt_strictness", ""))
-            raise_faults(other_tensors(load, asked, strictness), subject=f"resuming from {load.where}")
+            faults = other_tensors(load, asked, strictness) or of_all(load.buffers)
+            raise_faults(faults, subject=f"resuming from {load.where}")
         if load is not None:
             raise_faults(of_all(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
@@ -271,7 +272,7 @@ def load_base_checkpoint(call: Call) -> Base:
         faults = look(load, state, release, form, arguments, first=first)
         if legacy and not first:
             faults += other_weights(load, state)
-            faults = faults or _own_states(load, state, str(name), arguments)
+            faults = faults or _own_states(load, state, str(name), arguments) or load.buffers
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"

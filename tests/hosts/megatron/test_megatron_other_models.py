@@ -9,6 +9,8 @@ import pytest
 from format_jobs import ITERATION
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP
 
+import ds_reshard.operations as tools
+
 pytestmark = pytest.mark.slow
 RELEASE = "0.19.2"
 
@@ -136,3 +138,27 @@ def test_states_of_parameters_that_one_run_alone_trains(
         mended = _one(releases, "load", f"{load} --no-load-optim", frozen=now)
         assert not [text for text in mended["wrong"] if text.startswith("weight")]
     assert _one(releases, "load", f"{DISTRIBUTED}{GATED}--load {frozen} {flags}", frozen="linear_fc2")["wrong"] == []
+
+
+@pytest.mark.parametrize("form", ["buckets", "torch"])
+def test_flat_states_of_parameters_that_one_run_alone_trains(releases: Any, form: str, tmp_path: Path) -> None:
+    """Megatron stops at the size of a buffer, when weights have changed: refused on every rank, if one differs."""
+    run, release = f"{DISTRIBUTED}{GATED}{PP}--ckpt-format {FLAGS[form]['ckpt_format']} ", releases[RELEASE]
+    folders = {"": tmp_path / "whole", "linear_fc2": tmp_path / "frozen"}
+    for name, folder in folders.items():
+        job = {"saves": [{"save": str(folder), **FLAGS[form]}], "frozen": name}
+        release.run("load_jobs:save", ranks=2, arguments=run, **job)
+    for then, now in (("", "linear_fc2"), ("linear_fc2", ""), ("", "final_layernorm")):
+        load = f"{run}--load {folders[then]} "
+        told = release.run("load_jobs:refused", ranks=2, arguments=load, frozen=now)
+        assert {one["refused"] for one in told} == {"ModelMismatch"}
+        assert {name for one in told for name in one["changed"]} <= {"states 0"}  # made, of zeros, to read into
+        assert told[0]["message"] == told[1]["message"]
+        assert "is of other parameters than this run trains" in told[0]["message"]
+        mended = release.run("load_jobs:load", ranks=2, arguments=f"{load}--no-load-optim", frozen=now)
+        assert not [text for one in mended for text in one["wrong"] if text.startswith("weight")]
+    again = release.run(
+        "load_jobs:load", ranks=2, arguments=f"{run}--load {folders['linear_fc2']}", frozen="linear_fc2"
+    )
+    assert [one["wrong"] for one in again] == [[], []]
+    assert {fault.error for fault in tools.verify(str(folders["linear_fc2"])).faults} <= {"UnsupportedLayout"}
