@@ -24,9 +24,10 @@ PLACE = "python -m ds_reshard.run"
 def add_arguments(parser: argparse.ArgumentParser, *, place: str = policy_sources.PLACE) -> argparse.ArgumentParser:
     """Give a parser the resume flags; whatever it parses is then this process's resume policy.
 
-    A flag that the parser knows already is adopted as it is. Called twice, the second call changes nothing. Once a
-    flag was given the hooks are on, as by `import ds_reshard.auto`: a policy without them would be dropped. `place` is
-    how messages name the parser. Raises ConfigError for a known flag of another kind.
+    A flag that the parser knows already is left as it is, and its value read; such a parser may not be one of the
+    `parents` of another. Called twice, the second call changes nothing. Once a flag was given the hooks are on, as by
+    `import ds_reshard.auto`: a policy without them would be dropped. `place` is how messages name the parser. Raises
+    ConfigError for a known flag of another kind.
     """
     policy_sources.add_arguments(parser, place=place)
     policy_sources.on_asked(_put_hooks_on)

@@ -1,7 +1,7 @@
 """Where a resume policy comes from: command-line flags, and every other place that asked this process for one.
 
-Flags serve any argparse script and the launcher. Those that a framework or a fork has already are adopted: read
-where it put them, not defined again. What the places asked for is kept here.
+Flags serve any argparse script and the launcher. Those that a framework or a fork has already are not defined again:
+their values are read where its parser puts them. What the places asked for is kept here.
 """
 
 from __future__ import annotations
@@ -100,10 +100,25 @@ FLAGS = (
 class _Asked:
     """An action of argparse that tells `asked` of what another parser than its own has parsed so far.
 
-    One that has its own among its `parents` has the actions of that, and none of its methods.
+    One that has its own among its `parents` has the actions of that, and none of its methods. The flags of `script`
+    are others' actions, which tell nothing there: argparse, which notes in `container` where it adds an action, is
+    stopped.
     """
 
     asked: Callable[[argparse.Namespace], None] = staticmethod(lambda parsed: None)
+    script: Sequence[str] = ()
+
+    @property
+    def container(self) -> object:
+        return self._container
+
+    @container.setter
+    def container(self, parser_or_group: object) -> None:
+        self._container = parser_or_group
+        if self.script:
+            what = "is the script's own flag, and its parser is among the parents of another: what that parses is lost"
+            mend = "call add_arguments on the parser that parses, not on its parents"
+            raise error_of([ConfigError.fault(flag, what, mend=mend) for flag in self.script], subject=PLACE)
 
     def __call__(self, parser: object, namespace: argparse.Namespace, *given: object) -> None:
         super().__call__(parser, namespace, *given)  # type: ignore[misc]
@@ -123,13 +138,15 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     """Give a parser the resume flags; whatever it, or one that has it among its `parents`, parses is then this
     process's resume policy.
 
-    A flag that the parser knows already is adopted as it is. Called twice, the second call changes nothing.
-    `place` is how messages name it. Raises ConfigError for a known flag of another kind (one that takes a value
-    where ours takes none).
+    A flag that the parser knows already is left as it is, and its value read; such a parser may not be one of the
+    `parents`. Called twice, the second call changes nothing. `place` is how messages name it. Raises ConfigError for a
+    known flag of another kind (one that takes a value where ours takes none).
     """
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
     dests, adopted = define(parser)
+    known = parser._option_string_actions
+    script = [name for flag in FLAGS for name in flag.names if not isinstance(known.get(name), _Asked | None)]
     plain, intermixed = parser.parse_known_args, parser.parse_known_intermixed_args
 
     def asked(parsed: argparse.Namespace) -> None:
@@ -138,6 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> arg
     for action in parser._actions:
         if isinstance(action, _Asked):
             action.asked = asked
+            action.script = script
 
     def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
         parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
@@ -204,7 +222,7 @@ def flags_of(policy: ResumePolicy) -> list[str]:
 
 
 def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[str]]:
-    """Add the flags that the parser has not; where the value of each will be, by dest, and the keys it had."""
+    """Add the flags that the parser has not; where the value of each will be, by dest, and the script's own keys."""
     known = parser._option_string_actions
     dests: dict[str, Flag] = {}
     faults = []
@@ -228,9 +246,7 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
             faults.append(ConfigError.fault(flag.names[0], what, wanted, found, mend=mend))
         dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
-            had.add(flag.key)
-            if not isinstance(theirs, _Asked):
-                theirs.__class__ = type("_Adopted", (_Asked, type(theirs)), {})
+            had |= {flag.key} if not isinstance(theirs, _Asked) else set()
     raise_faults(faults, subject="command line")
     return dests, frozenset(had)
 

@@ -46,13 +46,26 @@ def test_a_parser_with_this_one_among_its_parents(how: str) -> None:
         parser.parse_args(["--override-opt-param-scheduler", "--no-load-lr-state"])
 
 
-@pytest.mark.parametrize("words", [["--finetune"], ["--resume-report", "x", "--finetune"]])
-def test_a_flag_that_a_parent_had_already_counts_in_its_child(words: list[str]) -> None:
+def test_a_flag_that_a_parent_had_already_is_refused_and_counts_in_the_parser_that_parses() -> None:
+    """argparse tells nobody of the script's own action there; its class stays what it was."""
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--finetune", action="store_true")
+    theirs = common.add_argument("--finetune", action="store_true")
+    child = argparse.ArgumentParser(parents=[common])
     ds_reshard.add_arguments(common)
-    argparse.ArgumentParser(parents=[common]).parse_args(words)
-    assert policy_sources.asked_policy().finetune
+    assert type(theirs) is argparse._StoreTrueAction
+    for make in (argparse.ArgumentParser, argparse.ArgumentParser().add_subparsers().add_parser):
+        with pytest.raises(
+            ConfigError, match=r"(?s)--finetune: is the script's own flag.*call add_arguments on the parser"
+        ):
+            make("x", parents=[common])
+    ds_reshard.add_arguments(child).parse_args(["--finetune"])
+    assert policy_sources.asked_policy().finetune and policy_sources.adopted("finetune")
+
+
+def test_flags_of_ours_that_a_parent_gave_are_not_the_scripts_own() -> None:
+    common = ds_reshard.add_arguments(argparse.ArgumentParser(add_help=False))
+    ds_reshard.add_arguments(argparse.ArgumentParser(parents=[common])).parse_args(["--no-load-rng"])
+    assert not policy_sources.asked_policy().rng and not policy_sources.adopted("rng")
 
 
 EACH = {
@@ -92,16 +105,17 @@ def test_nothing_given_is_the_frameworks_own_behaviour() -> None:
     assert ResumePolicy(report="x").is_default
 
 
-def test_flags_that_a_script_has_are_adopted() -> None:
+def test_flags_that_a_script_has_are_left_to_it_and_read() -> None:
     """Megatron-DeepSpeed defines several of them itself; they keep their help, default and destination."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--no-load-optim", action="store_true", default=None, help="theirs")
     parser.add_argument("--override-opt_param-scheduler", action="store_true", dest="theirs")
     before = parser._option_string_actions["--no-load-optim"]
+    kind = type(before)
     assert parse("--no-load-optim", "--override-opt_param-scheduler", parser=parser) == ResumePolicy(
         optimizer="skip", scheduler="override"
     )
-    assert parser._option_string_actions["--no-load-optim"] is before
+    assert parser._option_string_actions["--no-load-optim"] is before and type(before) is kind
     assert "--override-opt-param-scheduler" not in parser._option_string_actions
     assert policy_sources.adopted("optimizer") and not policy_sources.adopted("iteration")
 
