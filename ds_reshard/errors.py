@@ -289,6 +289,12 @@ def trusting(names: Iterable[str]) -> str:
     )
 
 
+def mends_of(faults: Sequence[Fault]) -> list[str]:
+    """What mends each fault: of classes that need trust one setting, alike for all of them, as a second replaces it."""
+    classes = [fault.mend.rpartition(_TRUST)[2] for fault in faults if _TRUST in fault.mend]
+    return [trusting(classes) if _TRUST in fault.mend else fault.mend for fault in faults]
+
+
 def error_of(faults: Iterable[Fault], *, subject: str) -> ReshardError:
     """One error that lists every fault, of which there is one or more.
 
@@ -299,8 +305,7 @@ def error_of(faults: Iterable[Fault], *, subject: str) -> ReshardError:
     lines = [f.line() for f in found[:_SHOWN]]
     if len(found) > _SHOWN:
         lines.append(f"... and {len(found) - _SHOWN} more")
-    classes = [f.mend.rpartition(_TRUST)[2] for f in found if _TRUST in f.mend]
-    mends = list(dict.fromkeys(trusting(classes) if _TRUST in f.mend else f.mend for f in found if f.mend))
+    mends = [mend for mend in dict.fromkeys(mends_of(found)) if mend]
     body = "\n  ".join(lines)
     tail = "".join(f"\n  To mend: {mend}" for mend in mends)
     told = f"{subject}: {len(found)} fault{'s' if len(found) > 1 else ''} found\n  {body}{tail}"

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ds_reshard.cli.launch import launched, sharing
-from ds_reshard.errors import Fault
+from ds_reshard.errors import Fault, mends_of
 from ds_reshard.hooks import HookStatus
 from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspection, ParameterEntry, pickle_line
 from ds_reshard.operations import Progress as Told
@@ -175,11 +175,12 @@ def render_faults(faults: Sequence[Fault], console: Console) -> None:
 
 def render_lines(faults: Sequence[Fault], console: Console, *, told: int = 0) -> None:
     """Each fault but the first that are `told` already, and what mends it, once for those that follow each other."""
+    mends = mends_of(faults)
     for number, fault in enumerate(faults):
         if number >= told:
             line(console, fault.line(), "red")
-        if number + 1 == len(faults) or faults[number + 1].mend != fault.mend:
-            line(console, f"  to mend: {fault.mend}")
+        if mends[number : number + 1] != mends[number + 1 : number + 2]:
+            line(console, f"  to mend: {mends[number]}")
 
 
 def table(title: str, *headings: str, right: Sequence[str] = (), **how: Any) -> Table:

@@ -21,7 +21,7 @@ from ds_reshard.cli.arguments import (
 )
 from ds_reshard.cli.comparison import render_difference
 from ds_reshard.cli.render import bar, line, printable, size, table
-from ds_reshard.errors import ConfigError, Fault
+from ds_reshard.errors import ConfigError, Fault, mends_of
 from ds_reshard.model.reports import PickleScan, Verification, pickle_line
 from ds_reshard.operations import scan_pickles, verify
 
@@ -80,7 +80,7 @@ def _render_pickles(found: PickleScan, console: Console) -> None:
 
 
 def _mends(faults: Sequence[Fault], console: Console) -> None:
-    for mend in dict.fromkeys(fault.mend for fault in faults if fault.mend):
+    for mend in filter(None, dict.fromkeys(mends_of(faults))):
         line(console, f"to mend: {mend}")
 
 

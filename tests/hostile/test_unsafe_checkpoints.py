@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -261,6 +262,26 @@ def test_what_could_not_be_read_is_told_by_each_tool(copied: Path, capsys: pytes
 
 class Mine:
     pass
+
+
+class Yours:
+    pass
+
+
+@pytest.mark.parametrize("words", [("verify", "--pickles"), ("inspect",)], ids=" ".join)
+def test_all_classes_stand_in_one_line_of_each_tool(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
+) -> None:
+    """Followed, it leaves nothing to trust; two files have one of them each."""
+    torch.save({"w": torch.ones(2)}, tmp_path / "pytorch_model.bin")
+    torch.save([Mine()], tmp_path / "one.pt")
+    torch.save([Yours(), Mine()], tmp_path / "other.pt")
+    status = main([*words, str(tmp_path)])
+    told = capsys.readouterr()
+    lines = [line for line in (told.out + told.err).splitlines() if "--trust" in line]
+    assert status == 1 and len(lines) == 1, told
+    trust = re.findall(r"--trust (\S+)", lines.pop())
+    assert len(trust) == 2 and main([*words, str(tmp_path), *(f"--trust={name}" for name in trust)]) == 0
 
 
 def test_a_class_of_ones_own_is_trusted(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
