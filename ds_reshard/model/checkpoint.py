@@ -218,12 +218,12 @@ class Format:
     """One format: a folder of `formats/`, and one line in the table of `operations/formats.py`.
 
     `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens
-    them, and `open_weights` without the optimizer's files, where these are files of their own. `describe` says all
-    that they tell, where a format knows more than a Checkpoint does; `survey` collects what is wrong. `writes` has, by
-    the name that `--to` takes, what makes a target of any content; it raises the faults that it is given with its own.
-    `sized` are those that take a data-parallel size. `in_parts` is true where a part of a conversion needs only its
-    shards. `latest` are the files that name the last of several checkpoints, each with the folder that is meant by
-    what it says.
+    them, and `open_weights` without the optimizer, whose files it does not read unless they alone hold the weights.
+    `describe` says all that they tell, where a format knows more than a Checkpoint does; `survey` collects what is
+    wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises the faults that it
+    is given with its own. `sized` are those that take a data-parallel size. `in_parts` is true where a part of a
+    conversion needs only its shards. `latest` are the files that name the last of several checkpoints, each with the
+    folder that is meant by what it says.
     """
 
     name: str

@@ -88,3 +88,8 @@ class Asked:
     dtype: str | None = None
     names: str | None = None
     repair: bool = False
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether nothing of the optimizer is written: a type of its own is cast from the masters."""
+        return self.to == "safetensors" and self.dtype is None

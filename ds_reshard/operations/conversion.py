@@ -65,7 +65,8 @@ def convert_listing(
     refuse_memory(options.threads, options.memory_nbytes)
     like = find_listing(asked.like, None).folder if asked.like is not None else None
     before, shown = _seen(found.folder), _seen(like)
-    source = repaired(open_checkpoint(found)) if asked.repair else open_checkpoint(found)
+    source = open_checkpoint(found, optimizer=not asked.weights_alone or asked.repair)
+    source = repaired(source) if asked.repair else source
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
     planned, sizes = _planned(target)

@@ -50,9 +50,9 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, op
     """The checkpoint, all of its shards opened and compared with `whole`, and no tensor's bytes read.
 
     `states=False` passes over scalar states other than the step, which an optimizer may keep per rank.
-    `optimizer=False` does not read the optimizer's files, where a format has some of their own. Raises what a
-    load raises for files that are missing, damaged or of several saves; UnsafePickle where a file of the folder acts
-    that is not read here, as another loader may read it, and ReadFailed or CheckpointNotFound where one cannot be read.
+    `optimizer=False` leaves the optimizer out, and what is wrong with it. Raises what a load raises for files that are
+    missing, damaged or of several saves; UnsafePickle where a file of the folder acts that is not read here, as another
+    loader may read it, and ReadFailed or CheckpointNotFound where one cannot be read.
     """
     if whole:
         open_ahead(found)

@@ -127,7 +127,7 @@ def plan_listing(
     refuse_memory(reading.threads, reading.memory_nbytes)
     number, shards = shard
     in_parts = shards > 1 and found.format.in_parts
-    source = open_checkpoint(found, whole=not in_parts)
+    source = open_checkpoint(found, whole=not in_parts, optimizer=not asked.weights_alone)
     if in_parts:
         source.open_first()
     target = target_of(source, asked)

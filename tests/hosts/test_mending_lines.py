@@ -1,4 +1,7 @@
-"""The command that an error gives to mend it: it is run on the same folder, and mends it."""
+"""The command that an error gives to mend it: it is run on the same folder, and mends it, or leads to the next line.
+
+FOLLOWED says which tests follow the lines of errors that need a run of their own.
+"""
 
 from __future__ import annotations
 
@@ -233,8 +236,9 @@ OF_MODEL = {param.name: f"model.{param.name}" for param in nanotron.MODEL}
 OF_GROUP = {**{name: name for name in OF_MODEL}, nanotron.MODEL[-1].name: "0"}
 TO = "convert {source} {out} --to "
 LIKE, WEIGHTS = TO + "nanotron --like {DIR}", r"(--to \w+) or torch((?: without --like)?), for the weights"
-OF_FORMATS: dict[str, tuple[Written, str, str]] = {
-    # what lies there, the command that is refused, and where in what it says the line is that mends it
+OF_FORMATS: dict[str, tuple[Written, str, str | tuple[str, ...]]] = {
+    # what lies there, the command that is refused, and where in what it says the line is that mends it; of a chain, in
+    # each error after the other
     "stages that no file tells": (_of_nanotron(DIR=PP2), TO + "nanotron --pp 2", "(--like DIR)"),
     "--like of another topology": (_of_nanotron(DIR=PP2), LIKE + " --tp 2 --pp 1", "(leave out --pp and --tp)"),
     "ranks that would hold nothing": (_of_nanotron(), TO + "nanotron --dp 99", "or (--zero-stage 0)"),
@@ -266,10 +270,10 @@ OF_FORMATS: dict[str, tuple[Written, str, str]] = {
     ),
     "lost states": (
         _and(_of_nanotron(), lambda step: shutil.rmtree(step / "optimizer")),
-        TO + "safetensors",
+        TO + "torch",
         "or (remove lr_scheduler)",
     ),
-    "factored states": (_factored, TO + "safetensors", "(move optimizer.pt) out of the folder, for the weights"),
+    "factored states": (_factored, TO + "torch", "(move optimizer.pt) out of the folder, for the weights"),
     "fp32": (_of_nanotron(FP32_RUN), TO + "bf16", "To mend: (--to zero1)"),
     "files of FSDP ranks": (_of_nanotron(), TO + "fsdp", "(--to dcp), which"),
     "no experts": (_of_nanotron(), TO + "zero1 --ep 2", "(--ep) 2: .*; leave it out"),
@@ -279,27 +283,44 @@ OF_FORMATS: dict[str, tuple[Written, str, str]] = {
         "(--tp): dcp has no such option; leave it out",
     ),
     "another step": (_of_nanotron(), "inspect {source} --tag 3", "(--tag 7)"),
+    "no arrangement, and no optimizer": (
+        _converted("safetensors", DIR=ONE),
+        TO + "nanotron",
+        ("(--like DIR)", WEIGHTS),
+    ),
+    "no arrangement, and other names": (
+        _converted("dcp", names=OF_MODEL, DIR=ONE),
+        TO + "nanotron",
+        ("(--like DIR)", "(--names map.json)"),
+    ),
+    "ranks of a whole, on two axes": (
+        _of_nanotron(),
+        TO + "dcp --tp 2 --ep 2",
+        ("(--tp): dcp has no such option; leave it out", "(--ep).*; leave it out"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", OF_FORMATS)
 def test_the_line_that_a_format_gives_mends_it(tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    """It is taken out of the error: the command that was refused, changed as the line says, ends well."""
-    made, faulty, pattern = OF_FORMATS[case]
+    """It is taken out of the error: the command that was refused, changed as each line in turn says, ends well."""
+    made, faulty, patterns = OF_FORMATS[case]
     places = {**made(tmp_path), "out": str(tmp_path / "out")}
     words = [word.format(**places) for word in faulty.split()]
-    assert main(words) != 0
-    told = " ".join(capsys.readouterr().err.split())
-    found = re.search(pattern, told)
-    assert found is not None, told
-    line = f"leave out {found[1]}" if "leave it out" in found[0] else "".join(found.groups())
-    if "--" not in line:
-        (named,) = Path(places["source"]).rglob(line.split()[1])
-        named.rename(tmp_path / "moved")
-        line = "ds-reshard " + " ".join(words)
-    filled = {**places, "--names": f"--names {places.get('map.json')}"} if found[1] == "--names" else places
-    filled = {**filled, "--tp": "--tp 2"} if "another" in found[0] else filled
-    assert main(amended(words, line, filled)) == 0, capsys.readouterr().err
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        assert main(words) != 0
+        told = " ".join(capsys.readouterr().err.split())
+        found = re.search(pattern, told)
+        assert found is not None, told
+        line = f"leave out {found[1]}" if "leave it out" in found[0] else "".join(found.groups())
+        if "--" not in line:
+            (named,) = Path(places["source"]).rglob(line.split()[1])
+            named.rename(tmp_path / "moved")
+            line = "ds-reshard " + " ".join(words)
+        filled = {**places, "--names": f"--names {places.get('map.json')}"} if found[1] == "--names" else places
+        filled = {**filled, "--tp": "--tp 2"} if "another" in found[0] else filled
+        words = amended(words, line, filled)
+    assert main(words) == 0, capsys.readouterr().err
 
 
 def _unscheduled(to: str) -> Written:
@@ -313,7 +334,7 @@ def _unscheduled(to: str) -> Written:
 
 
 STATELESS_RUN = {"iteration": "reset", "dataloader": "reset"}
-LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str]] = {
+LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str | tuple[str, ...]]] = {
     # what lies there, the policy of the coming run, the run itself, and where the flag is that mends it
     "no scheduler": (_unscheduled("dcp"), {}, {}, "(--override-opt-param-scheduler), for this run's"),
     "no scheduler, anew": (_unscheduled("dcp"), {}, {}, "or (--no-load-lr-state)"),
@@ -328,13 +349,15 @@ LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str]] = {
         "or (--override-opt-param-scheduler) with",
     ),
     "other names": (_converted("dcp", names=OF_MODEL), {}, {}, "DS_RESHARD_SETTINGS='({.*?})'"),
+    "weights alone, from nothing asked": (_converted("safetensors"), {}, {}, ("x",)),
+    "weights alone, of other names": (_converted("safetensors", names=OF_MODEL), {}, {}, ("x",)),
 }
 
 
 @pytest.mark.parametrize("case", LOADS)
 def test_what_mends_a_load_of_nanotron_mends_it(worlds: Any, tmp_path: Path, case: str) -> None:
-    """The flag, or the setting, that the error names, given to the same run."""
-    made, policy, how, pattern = LOADS[case]
+    """The flag, or the setting, that each error in turn names, given to the same run."""
+    made, policy, how, patterns = LOADS[case]
     places, how = made(tmp_path), {"run": ONE, **how}
     how["folder"] = places["source"]
 
@@ -343,14 +366,15 @@ def test_what_mends_a_load_of_nanotron_mends_it(worlds: Any, tmp_path: Path, cas
             return str(worlds[1].run("nanotron_jobs.start_refused", **how, **asked)[0][1])
         return str(worlds[1].run("nanotron_jobs.other", **how, **asked)[0].get("text", ""))
 
-    told = refused(policy=policy)
-    found = re.search(pattern, told)
-    assert found is not None, told
-    name, *value = found[1].split()
-    if name.startswith("{"):
-        how["names"] = places[json.loads(found[1])["names"]]
-    else:
-        (flag,) = (one for one in FLAGS if name in one.names)
-        policy = {**policy, flag.key: value if value else flag.value}
-        policy = policy if flag.value != "skip" else {key: policy[key] for key in policy if key != "scheduler"}
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        told = refused(policy=policy)
+        found = re.search(pattern, told)
+        assert found is not None, told
+        name, *value = found[1].split()
+        if name.startswith("{"):
+            how["names"] = places[json.loads(found[1])["names"]]
+        else:
+            (flag,) = (one for one in FLAGS if name in one.names)
+            policy = {**policy, flag.key: value if value else flag.value}
+            policy = policy if flag.value != "skip" else {key: policy[key] for key in policy if key != "scheduler"}
     assert refused(policy=policy) == ""

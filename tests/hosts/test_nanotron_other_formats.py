@@ -187,3 +187,32 @@ def test_the_map_of_names_is_a_setting_of_the_environment() -> None:
     finally:
         ask_names(None)
     assert asked_names() is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "files"),
+    [("zero2", "*/*optim_states.pt"), ("accelerate", "optimizer_0/*"), ("zero3", "*/*optim_states.pt")],
+)
+def test_weights_alone_whatever_the_optimizer_is(
+    folders: Any, worlds: Any, tmp_path: Path, kind: str, files: str
+) -> None:
+    """Cut files of it; of ZeRO stage 3 they are the only ones that hold the weights.
+
+    Without it nothing says that fp32 weights are masters, and 16-bit ones are not made of them.
+    """
+    folder = tmp_path / "saved"
+    shutil.copytree(folders(kind), folder)
+    for file in folder.glob(files):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for name in ("dp 2", "pp 2"):
+        for one in given(worlds, LIVE[name], str(folder), policy={"optimizer": "skip"}):
+            if kind == "zero3":
+                assert one["error"] == "CheckpointDamaged" and one["unchanged"]
+            elif kind == "accelerate":
+                assert "expected float32, found bfloat16" in one["text"] and "model.dtype: float32" in one["text"]
+            else:
+                assert one.get("weights") == [], one["text"]
+    assert all(one["error"] == "CheckpointDamaged" for one in given(worlds, LIVE["dp 2"], str(folder)))
+    if kind == "accelerate":
+        (one,) = given(worlds, Run(masters=False), str(folder), policy={"optimizer": "skip"})
+        assert "error" not in one, one["text"]

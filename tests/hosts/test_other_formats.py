@@ -117,6 +117,33 @@ def test_an_optimizer_without_names_decides_no_load_of_weights_alone(
         (folder / "optimizer.pt").unlink(missing_ok=True)
 
 
+@pytest.mark.parametrize("fault", ["cut", "missing"])
+@pytest.mark.parametrize(
+    ("kind", "files"), [("accelerate", "optimizer_0/*"), *[(stage, "*/*optim_states.pt") for stage in (1, 2, 3)]]
+)
+def test_optimizer_files_that_are_damaged_decide_no_load_of_weights_alone(
+    worlds: Any, folders: Any, saves: Saves, foreseen: Any, tmp_path: Path, kind: str | int, files: str, fault: str
+) -> None:
+    """Under the saved layout or another; of ZeRO stage 3 alone they hold the weights."""
+    source, saved = folders("bf16", kind) if isinstance(kind, str) else saves(Run(kind, 2), MODEL)
+    folder, alone = tmp_path / "saved", {"load_optimizer_states": False}
+    shutil.copytree(source, folder)
+    for file in folder.glob(files):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        if fault == "missing":
+            file.unlink()
+    for run in (Run(2, 2), Run(1, 3)):
+        skipped = {**ds_config(run), "ds_reshard": {"resume": {"optimizer": "skip"}}}
+        told = foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=run.dp))
+        assert bool(told.faults) is (kind == 3)
+        if kind == 3:
+            _refused(worlds, run, folder, **alone)
+            continue
+        loaded = worlds[run.dp].run("load", run=run, model=MODEL, folder=str(folder), arguments=alone)
+        assert all(same_bits(loaded[0]["weights"][name], kept) for name, kept in saved[0]["weights"].items())
+        _refused(worlds, run, folder)
+
+
 def test_a_tied_weight_that_was_saved_twice(worlds: Any, saves: Saves, tmp_path: Path) -> None:
     """The run's own sharing proves it: the same bytes under both names load, others are refused on every rank."""
     model = Model(scheduler=False, tied=True)

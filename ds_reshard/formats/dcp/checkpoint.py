@@ -20,7 +20,16 @@ from ds_reshard.containers.dcp_directory import (
     read_directory,
 )
 from ds_reshard.errors import CheckpointNotFound, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.dcp.entries import ACCELERATE, MODELS, GroupKey, Path, group_key, read_values, tensor_key
+from ds_reshard.formats.dcp.entries import (
+    ACCELERATE,
+    MODELS,
+    GroupKey,
+    Path,
+    group_key,
+    is_of_optimizer,
+    read_values,
+    tensor_key,
+)
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
 from ds_reshard.model.facts import Scalar, number_of
@@ -54,12 +63,13 @@ def list_dcp(folder: str) -> SavedListing | None:
     return list_directory(folder, parts, _read, format="torch.distributed.checkpoint", writer="torch")
 
 
-def open_dcp(folder: str) -> DcpCheckpoint:
+def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
     """Read the directory; raises every structural fault: chunks that overlap, leave a hole or have no file.
 
     And what `read_directory` raises; UnsupportedLayout for chunks that were compressed, and for unknown types.
+    `optimizer=False` leaves out what optimizers have, and does not read accelerate's folder of it.
     """
-    directory = _read(folder)
+    directory = _read(folder, optimizer=optimizer)
     faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_named_as_weights(directory), *_of_one_name(directory)]
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
@@ -172,15 +182,20 @@ def _parts(folder: str) -> list[str]:
     return [part for part in ("", *ACCELERATE) if folders.is_file(os.path.join(folder, part, METADATA))]
 
 
-def _read(folder: str) -> Directory:
+def _read(folder: str, *, optimizer: bool = True) -> Directory:
     """The directory of a folder; of accelerate's two, what both say. CheckpointNotFound where one has none."""
+    unread = () if optimizer else ACCELERATE[1:]
     parts = _parts(folder) or [""]
-    for path in (os.path.join(folder, part) for part in ACCELERATE if part not in parts and "" not in parts):
+    for path in (
+        os.path.join(folder, part) for part in ACCELERATE if part not in (*parts, *unread) and "" not in parts
+    ):
         if folders.is_folder(path):
             whole = os.path.join(folder, parts[0])
             what = "has no .metadata, which is written last: the save did not end"
             raise CheckpointNotFound.of(path, what, mend=f"take an older checkpoint, or {whole} alone, which is whole")
-    first, *others = [read_directory(os.path.join(folder, part)) for part in parts]
+    first, *others = [
+        read_directory(os.path.join(folder, part)) for part in parts if part not in unread or len(parts) == 1
+    ]
     for other in others:
         twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
         raise_faults(
@@ -195,7 +210,19 @@ def _read(folder: str) -> Directory:
             contradictions=first.contradictions + other.contradictions,
         )
     first = replace(first, paths={**first.paths, **dict(_of_modules(first))})
-    return replace(first, paths={**first.paths, **dict(_of_model(first))})
+    first = replace(first, paths={**first.paths, **dict(_of_model(first))})
+    return first if optimizer else _without_optimizers(first)
+
+
+def _without_optimizers(directory: Directory) -> Directory:
+    kept = {
+        family
+        for family in (*directory.tensors, *directory.objects)
+        if not is_of_optimizer(directory.paths.get(family, (family,)))
+    }
+    tensors = {family: tensor for family, tensor in directory.tensors.items() if family in kept}
+    objects = {family: place for family, place in directory.objects.items() if family in kept}
+    return replace(directory, tensors=tensors, objects=objects)
 
 
 def _of_model(directory: Directory) -> Iterator[tuple[str, Path]]:

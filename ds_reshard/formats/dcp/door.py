@@ -26,6 +26,7 @@ DCP = Format(
     name="torch.distributed.checkpoint",
     list=list_dcp,
     open=lambda listing: SavedCheckpoint(open_dcp(listing.folder), listing.nbytes),
+    open_weights=lambda listing: SavedCheckpoint(open_dcp(listing.folder, optimizer=False), listing.nbytes),
     writes=dict.fromkeys(_WRITES, _write),
     sized=frozenset(_WRITES),
 )

@@ -64,6 +64,14 @@ def group_key(path: Path) -> GroupKey | None:
     return None
 
 
+def is_of_optimizer(path: Path) -> bool:
+    """Whether a path means a state of an optimizer, whatever its kind is called, or a value of a param group."""
+    if len(path) > 1 and path[0] in MODELS:
+        return False
+    nested = len(path) >= 3 and path[-3] == "state"
+    return nested or tensor_key(path).kind != "weight" or group_key(path) is not None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a state dict has of an optimizer: its key, the members of its param groups, and those that have a state."""

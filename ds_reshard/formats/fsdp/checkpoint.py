@@ -241,14 +241,15 @@ class _File:
     unnamed: Unnamed | None = None
 
 
-def open_fsdp(folder: str) -> FsdpCheckpoint:
-    """Read rank 0's files and the list of the others.
+def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
+    """Read rank 0's files and the list of the others, those of the optimizer unless `optimizer` is False.
 
     Raises CheckpointNotFound, CheckpointDamaged for files of several world sizes or missing ones, UnsupportedLayout for
     tensors that are sharded over several dimensions of a mesh, and what reading a damaged file raises.
     """
     subject = f"checkpoint {folder}"
-    ranks = {at: found for at, found in _ranks(folder).items() if at[0] != EXTRA}
+    wanted = (MODEL, OPTIM) if optimizer else (MODEL,)
+    ranks = {at: found for at, found in _ranks(folder).items() if at[0] in wanted}
     sizes = sorted({size for _, size in ranks})
     if not sizes:
         mend = "give the folder that holds them"

@@ -49,6 +49,7 @@ FSDP = Format(
     name="files of FSDP ranks",
     list=list_fsdp,
     open=lambda listing: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
+    open_weights=lambda listing: OpenedFsdp(open_fsdp(listing.folder, optimizer=False), listing.nbytes),
     survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
     writes={TO: _write},
     sized=frozenset({TO}),

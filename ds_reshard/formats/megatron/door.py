@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import BACKEND, backend_of, is_megatrons
@@ -18,7 +18,7 @@ from ds_reshard.formats.megatron.target import Shown, megatron_target, step_of, 
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
 from ds_reshard.formats.megatron.torch_format import TorchFormat, is_torch_format, list_torch_format, open_torch_format
 from ds_reshard.formats.megatron.torch_target import torch_format_target
-from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, SavedListing, checksums
+from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, SavedCheckpoint, SavedListing, checksums
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
@@ -208,14 +208,16 @@ def _list(folder: str) -> SavedListing | None:
     return None
 
 
-def _open(folder: str) -> TorchDist | TorchFormat:
-    return open_torch_dist(folder) if is_megatrons(folder) else open_torch_format(folder)
+def _open(listing: Listing, *, optimizer: bool = True) -> OpenedMegatron:
+    opened = open_torch_dist if is_megatrons(listing.folder) else open_torch_format
+    return OpenedMegatron(opened(listing.folder, optimizer=optimizer), listing.nbytes)
 
 
 MEGATRON = Format(
     name="Megatron-LM",
     list=_list,
-    open=lambda listing: OpenedMegatron(_open(listing.folder), listing.nbytes),
+    open=_open,
+    open_weights=partial(_open, optimizer=False),
     writes=dict.fromkeys(WRITES, _write),
     sized=frozenset(WRITES),
     latest={TRACKER: iteration_name},

@@ -129,18 +129,21 @@ def list_torch_dist(folder: str) -> SavedListing:
     return list_directory(folder, [""], read_directory, format="Megatron-LM, torch_dist", writer="Megatron-LM")
 
 
-def open_torch_dist(folder: str) -> TorchDist:
+def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
     """Read the directory and what all ranks share; raises every structural fault at once.
 
     UnsupportedLayout for types of the optimizer's state, by their names, and what reading damaged files raises. Where
     it is that state alone of which something is not known, the weights are there without it, and a note says so.
+    `optimizer=False` leaves it out.
     """
     subject = f"checkpoint {folder}"
     raise_faults(list(_foreign(folder, backend_of(folder))), subject=subject)
     directory = read_directory(folder)
     common, _ = read_common(folder, directory)
     arguments = arguments_of(common.get("args"))
-    kind = _sharding(common, directory, arguments)
+    if not optimizer:
+        directory, common = _without_optimizer(directory), {k: v for k, v in common.items() if k != "optimizer"}
+    kind = _sharding(common, directory, arguments) if optimizer else None
     raise_faults(list(_unread(folder, kind, arguments)), subject=subject)
     flat = kind == _FLAT
     faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_unknown(directory, flat=flat)]
@@ -188,6 +191,12 @@ def open_torch_dist(folder: str) -> TorchDist:
         ranks=counted(arguments.get("data_parallel_size")),
         notes=tuple(_unread_states(unread)),
     )
+
+
+def _without_optimizer(directory: Directory) -> Directory:
+    tensors = {key: tensor for key, tensor in directory.tensors.items() if not is_state(key)}
+    objects = {key: place for key, place in directory.objects.items() if not is_state(key)}
+    return replace(directory, tensors=tensors, objects=objects)
 
 
 def _left_out(faults: Sequence[Fault], subject: str) -> list[Fault]:

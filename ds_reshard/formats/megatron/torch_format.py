@@ -179,9 +179,12 @@ def list_torch_format(folder: str) -> SavedListing:
     return SavedListing(format="Megatron-LM, torch", writer="Megatron-LM", folder=folder, files=files)
 
 
-def open_torch_format(folder: str) -> TorchFormat:
-    """Read every folder's pickles; raises every structural fault at once, UnsupportedLayout by name."""
-    ranks = _ranks(folder)
+def open_torch_format(folder: str, *, optimizer: bool = True) -> TorchFormat:
+    """Read every folder's pickles; raises every structural fault at once, UnsupportedLayout by name.
+
+    `optimizer=False` leaves the optimizer's states out, and does not open the files that have nothing else.
+    """
+    ranks = _ranks(folder, optimizer=optimizer)
     first, faults = ranks[0], list[Fault]()
     placed: dict[TensorKey, list[tuple[int, _Piece]]] = {}
     extents: list[dict[str, Extent]] = []
@@ -257,11 +260,11 @@ def _shown(ranks: Sequence[_Rank], chain: Chain | None) -> Shown:
     return Shown(common=common, objects=objects, chain=chain, stacked=stacks(first.arguments))
 
 
-def _ranks(folder: str) -> list[_Rank]:
+def _ranks(folder: str, *, optimizer: bool) -> list[_Rank]:
     """Every folder that the arguments of the first call for, read; faults for those that are not there or too many."""
     names = _folders(folder)
     first = arguments_of(_load(os.path.join(folder, names[0], MODEL)).get("args"))
-    raise_faults(list(_unsupported(folder, first)), subject=f"checkpoint {folder}")
+    raise_faults(list(_unsupported(folder, first, optimizer=optimizer)), subject=f"checkpoint {folder}")
     known, parts = places(first), ("tensor", "pipeline", "expert")
     sizes = ", ".join(f"{part[0]}p {size_of(first, f'{part}_model_parallel_size')}" for part in parts)
     faults = [
@@ -279,6 +282,7 @@ def _ranks(folder: str) -> list[_Rank]:
     for name, (t, p, e) in known.items():
         path = os.path.join(folder, name)
         held, file = _load(os.path.join(path, MODEL)), os.path.join(path, FLAT_FILE)
+        held = held if optimizer else {name: value for name, value in held.items() if name != "optimizer"}
         arguments = arguments_of(held.get("args"))
         apart = bool(arguments.get("use_distributed_optimizer")) and "optimizer" in held
         if apart and not folders.is_file(file):
@@ -315,13 +319,13 @@ def _load(path: str) -> Mapping[object, object]:
     return held
 
 
-def _unsupported(folder: str, arguments: Mapping[str, object]) -> Iterator[Fault]:
+def _unsupported(folder: str, arguments: Mapping[str, object], *, optimizer: bool) -> Iterator[Fault]:
     told = [*uneven(arguments), *(name for name in _NOT_READ if arguments.get(name))]
     if arguments.get("num_distributed_optimizer_instances") not in (None, 1):
         told.append("num_distributed_optimizer_instances")
     told += odd_experts(arguments) if arguments.get("num_experts") else []
-    told += odd_states(arguments)
-    if arguments.get("use_precision_aware_optimizer") and not arguments.get("optimizer_cpu_offload"):
+    told += odd_states(arguments) if optimizer else []
+    if optimizer and arguments.get("use_precision_aware_optimizer") and not arguments.get("optimizer_cpu_offload"):
         told.append("use_precision_aware_optimizer")  # masters may be remainders of bf16, which no argument tells
     for name in told:
         what = f"with {name} a checkpoint of format torch is not read"

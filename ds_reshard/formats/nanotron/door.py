@@ -6,7 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from ds_reshard.containers.plain import group_entries
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, error_of
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    Fault,
+    ReadFailed,
+    UnsupportedLayout,
+    error_of,
+)
 from ds_reshard.formats.nanotron.checkpoint import (
     NanotronCheckpoint,
     NanotronShards,
@@ -168,6 +176,14 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     )
 
 
+def _open_weights(listing: Listing) -> OpenedNanotron:
+    """All of it, as the schedule is by the optimizer's groups; without both where their files cannot be read."""
+    try:
+        return OpenedNanotron(_nanotron(listing))
+    except (CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout):
+        return OpenedNanotron(read_listing(_nanotron(listing).folder, optimizer=False))
+
+
 def _nanotron(listing: Listing) -> NanotronListing:
     assert isinstance(listing, NanotronListing)
     return listing
@@ -177,6 +193,7 @@ NANOTRON = Format(
     name="nanotron",
     list=lambda folder: read_listing(folder) if is_nanotron(folder) else None,
     open=lambda listing: OpenedNanotron(_nanotron(listing)),
+    open_weights=_open_weights,
     describe=_describe,
     survey=lambda listing: Surveyed(faults=tuple(try_open(_nanotron(listing)).faults)),
     writes={TO: _write},

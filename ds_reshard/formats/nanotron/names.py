@@ -117,9 +117,14 @@ def is_nanotron(folder: str) -> bool:
     return folders.is_file(f"{folder}/{MODEL_CONFIG}") and folders.is_folder(f"{folder}/model")
 
 
-def read_listing(folder: str) -> NanotronListing:
-    """Sort the files of a checkpoint folder; what cannot be read as one checkpoint is a fault."""
+def read_listing(folder: str, *, optimizer: bool = True) -> NanotronListing:
+    """Sort the files of a checkpoint folder; what cannot be read as one checkpoint is a fault.
+
+    `optimizer=False` leaves out the files of the optimizer and its scheduler.
+    """
     nbytes = folders.files_below(folder)
+    if not optimizer:
+        nbytes = {name: size for name, size in nbytes.items() if not name.startswith(("optimizer/", "lr_scheduler/"))}
     states: dict[str, dict[tuple[int, ...], str]] = {"optimizer": {}, "lr_scheduler": {}}
     sizes: dict[str, set[tuple[int | None, ...]]] = {"optimizer": set(), "lr_scheduler": set()}
     weights: dict[str, dict[int | None, str]] = {}

@@ -18,7 +18,7 @@ from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files
-from ds_reshard.formats.zero.target import first_names, group_order, refuse_source, whole_tensors
+from ds_reshard.formats.zero.target import first_names, group_order, quantized_faults, refuse_source, whole_tensors
 from ds_reshard.formats.zero.tensor_parallel import Division, given, rules_given
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
@@ -37,11 +37,17 @@ SAME_BYTES = "masters\0"
 _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
-def content_of(checkpoint: ZeroCheckpoint) -> Content:
-    """All of it. Raises UnsupportedLayout, with every reason, where it has no names or no param groups."""
-    refuse_source(checkpoint, "another format")
+def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Content:
+    """All of it. Raises UnsupportedLayout, with every reason, where it has no names or no param groups.
+
+    `weights_alone` asks for no optimizer, unless its files alone hold the weights.
+    """
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
-    assert facts is not None
+    if facts is None and weights_alone:
+        raise_faults(quantized_faults(model), subject=f"converting {checkpoint.listing.folder}")
+    else:
+        refuse_source(checkpoint, "another format")
+        assert facts is not None
     tensors: dict[TensorKey, Held] = {}
     unsaved = _unsaved(checkpoint)
     firsts = {name: first for name, first in first_names(model).items() if name not in unsaved}
@@ -54,7 +60,7 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
     strided = sorted(set(firsts.values()) - {key.name for key in tensors})
     faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
     raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
-    order = group_order(checkpoint)
+    order = group_order(checkpoint) if facts is not None else []
     for group in order:
         for name in group:
             for kind in layout.kinds(name):
@@ -68,7 +74,8 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         folder=checkpoint.listing.folder,
         ranks=checkpoint.dp,
         tensors=tensors,
-        facts=replace(
+        facts=facts
+        and replace(
             facts,
             groups=tuple(replace(group, members=tuple(own)) for group, own in zip(facts.groups, order, strict=True)),
         ),
@@ -76,7 +83,7 @@ def content_of(checkpoint: ZeroCheckpoint) -> Content:
         buffers=model.buffer_names,
         records=buffers,
         objects=dict(flattened(kept)),
-        schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)),
+        schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)) if facts is not None else None,
         batch_size=batch if type(batch) is int else None,
         notes=(
             *(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),

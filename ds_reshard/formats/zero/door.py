@@ -45,8 +45,9 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 class OpenedZero(Checkpoint):
     framework = "DeepSpeed"
 
-    def __init__(self, listing: Listing) -> None:
-        self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=True))))
+    def __init__(self, listing: Listing, *, optimizer: bool = True) -> None:
+        self.weights_alone = not optimizer
+        self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=optimizer))))
         raise_faults(_nameless(zero), subject=f"checkpoint {listing.folder}")
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
@@ -135,7 +136,7 @@ class OpenedZero(Checkpoint):
         return list(zip(division.shards, division.ranks, strict=True))
 
     def content(self) -> Content:
-        content = content_of(self.zero)
+        content = content_of(self.zero, weights_alone=self.weights_alone)
         return replace(content, notes=(*self.notes, *content.notes)) if self.zero.of_grid else content
 
     def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
@@ -483,6 +484,7 @@ ZERO = Format(
     name="DeepSpeed",
     list=_list,
     open=lambda listing: OpenedZero(_zero(listing)),
+    open_weights=lambda listing: OpenedZero(_zero(listing), optimizer=False),
     describe=_describe,
     survey=_survey,
     writes=dict.fromkeys(WRITES, _write),

@@ -513,6 +513,11 @@ def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
     raise_faults(list(_lacking(checkpoint)), subject=f"converting {checkpoint.listing.folder} to {kind}")
 
 
+def quantized_faults(model: ModelStates) -> Iterator[Fault]:
+    mend = "save with exclude_frozen_parameters=True"
+    return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
+
+
 def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
@@ -534,8 +539,7 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
-    for name in sorted(checkpoint.model.quantized):
-        yield UnsupportedLayout.fault(name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
+    yield from quantized_faults(checkpoint.model)
     if checkpoint.model.lagging:
         yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
     said = isinstance(checkpoint.model.entries.get("ds_config"), dict)

@@ -9,8 +9,8 @@ from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.layout import alone, by_key, whole
-from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
-from ds_reshard.formats.zero.target import first_names, whole_tensors
+from ds_reshard.formats.zero.model_states import LAGGING
+from ds_reshard.formats.zero.target import first_names, quantized_faults, whole_tensors
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.target import Target, TargetFile, Unit
@@ -84,8 +84,7 @@ def _weights(checkpoint: ZeroCheckpoint, dtype: str | None) -> dict[TensorKey, P
     what = "does not lie row-major in the file, as a plain file's tensors do"
     mend = "load it in a run, and save module.state_dict() with contiguous tensors there"
     faults = [UnsupportedLayout.fault(name, what, mend=mend) for name in lost]
-    mend = "save with exclude_frozen_parameters=True"
-    faults += [UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized)]
+    faults += quantized_faults(model)
     narrow = {tensor.dtype for tensor in made.values()} & {ElementType.FLOAT16, ElementType.BFLOAT16}
     if dtype == "float32" and checkpoint.facts is None and narrow:
         what = "its fp32 masters name no parameter (ZeRO stage 0), and its 16-bit weights are not them"

@@ -266,7 +266,7 @@ def opened(load: Load, saved: Saved, run: Mapping[str, object], why: Sequence[st
         raise_faults(unfillable(saved, run, "; ".join(why), optimizer=wanted), subject=f"loading {saved.folder}")
     source = None
     try:
-        source = open_checkpoint(find_listing(saved.folder, None), whole=False)
+        source = open_checkpoint(find_listing(saved.folder, None), whole=False, optimizer=wanted)
         said = "; ".join(source.notes)
     except UnsupportedLayout as error:
         if why or any(fault.error != UnsupportedLayout.__name__ for fault in error.faults):

@@ -10,6 +10,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
+from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.operations.pickles import already_scanned, refuse_unsafe_folder, walk
@@ -40,7 +41,8 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
         return [path for path in paths if _rank_of(path) and path.endswith(MODEL)][:1]
 
     if load is None or load.scanned != folder:
-        refuse_unsafe_folder(folder, files, alone=not dist.is_initialized())
+        unread = FLAT_FILE if load is not None and not load.policy.loads_masters else ""
+        refuse_unsafe_folder(folder, files, alone=not dist.is_initialized(), unread=unread)
     if not dist.is_initialized():
         yield
         return

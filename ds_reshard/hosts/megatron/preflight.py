@@ -31,6 +31,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
+from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hosts.megatron.direct import Taken, decided_by, kinds_read, random_kept, same_vocabulary
 from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
@@ -165,7 +166,7 @@ class _Forecasting:
         self.wanted = not arguments.finetune and not arguments.no_load_optim
         saved = self.saved = self._found(arguments)
         load = Load(policy=policy, optimizer=None, scheduler=None, where=saved.folder)
-        refuse_unsafe_folder(saved.folder, alone=True)
+        refuse_unsafe_folder(saved.folder, alone=True, unread="" if self.wanted else FLAT_FILE)
         chain = chain_of(saved.common.get("optimizer"), saved.objects)
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
@@ -231,7 +232,7 @@ class _Forecasting:
     def _open(self, saved: Saved, arguments: Namespace, load: Load) -> None:
         """The files of every rank; where Megatron reads them, what is not read here is Megatron's to check."""
         try:
-            self.source = open_checkpoint(find_listing(saved.folder, None), whole=True)
+            self.source = open_checkpoint(find_listing(saved.folder, None), whole=True, optimizer=self.wanted)
             raise_faults(self.source.index.faults, subject=f"loading {saved.folder}")
             if self.wanted and self.why:
                 faults: list[Fault] = []

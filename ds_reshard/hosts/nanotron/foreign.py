@@ -22,6 +22,7 @@ from ds_reshard.errors import (
     CheckpointNotFound,
     Fault,
     ModelMismatch,
+    ReadFailed,
     UnsupportedLayout,
     raise_faults,
 )
@@ -52,7 +53,7 @@ from ds_reshard.operations.ranks import (
     together,
     unseen,
 )
-from ds_reshard.operations.source import find_listing, open_checkpoint
+from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -108,20 +109,31 @@ def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = Fa
         return None
     subject = f"loading {folder}"
     with same_files(world, subject=subject):
-        found = together(lambda: None if own else _open(folder), world, subject=subject)
+        optimizer = load.policy.loads_masters or load.policy.keeps_position  # the schedule is by its groups
+        found = together(lambda: None if own else _open(folder, optimizer=optimizer), world, subject=subject)
         raise_faults(unseen(folder, gather(found is not None, world)), subject=subject)
     load.foreign = found
     return found
 
 
-def _open(folder: str) -> Foreign | None:
+def _open(folder: str, *, optimizer: bool) -> Foreign | None:
+    """All of it; unless the `optimizer` is wanted the weights alone, where it is what cannot be opened."""
     try:
         found = find_listing(folder, None)
     except CheckpointNotFound:
         return None
     if is_nanotron(found.folder) and not is_url(folder):
         return None
-    source, path = open_checkpoint(found, whole=False), asked_names()
+    try:
+        return _opened(folder, found, optimizer=True)
+    except (CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout):
+        if optimizer:
+            raise
+        return _opened(folder, found, optimizer=False)
+
+
+def _opened(folder: str, found: Found, *, optimizer: bool) -> Foreign:
+    source, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
     content = source.content()
     faults = list(source.index.faults)
     if path is not None:

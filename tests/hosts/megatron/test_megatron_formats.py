@@ -177,6 +177,39 @@ def test_a_save_without_the_optimizer_is_weights_alone(releases: Any, release: s
     assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
 
 
+def _harmed(folder: Path, form: str) -> None:
+    """The optimizer's files cut, or where both lie in the same ones its chunks overwritten."""
+    for file in folder.glob("*/mp_rank_*/distrib_optim.pt"):
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    for step in folder.glob("iter_*") if form != "torch" else ():
+        states = [one for key, one in read_directory(str(step)).tensors.items() if key.split(".")[0] == "optimizer"]
+        for place in (chunk.place for one in states for chunk in one.chunks):
+            assert place is not None
+            with open(place.path, "r+b") as file:
+                file.seek(place.byte_offset)
+                file.write(b"\xff" * place.nbytes)
+
+
+@pytest.mark.parametrize("form", ["buckets", "model_space", "torch"])
+def test_weights_alone_whatever_the_optimizer_is(saved: Saved, releases: Any, form: str, tmp_path: Path) -> None:
+    """A conversion, preflight and a load; with the optimizer each is refused."""
+    folder, arguments = tmp_path / "saved", f"{DISTRIBUTED}{GATED}"
+    shutil.copytree(saved("gated tp2 pp2", form), folder)
+    _harmed(folder, form)
+    with pytest.raises(ReshardError):
+        tools.convert(str(folder), str(tmp_path / "whole"), to="dcp")
+    for name, at in (("sound", saved("gated tp2 pp2", form)), ("weights", folder)):
+        tools.convert(str(at), str(tmp_path / name), to="safetensors")
+    assert tools.diff(str(tmp_path / "sound"), str(tmp_path / "weights")).equal
+    alone, loader = f"{arguments}--no-load-optim ", "ds_reshard" if form == "torch" else "Megatron-LM"
+    (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=alone, folder=str(folder), world=1)
+    assert (said["loads"], said["loader"], said["faults"]) == (True, loader, []), said["faults"]
+    (told,) = releases["0.19.2"].run("load_jobs:load", arguments=f"{alone}--load {folder}")
+    assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
+    if form != "model_space":  # which Megatron-LM reads itself
+        assert releases["0.19.2"].run("load_jobs:refused", arguments=f"{arguments}--load {folder}")
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
