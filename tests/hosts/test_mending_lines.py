@@ -333,6 +333,7 @@ def _unscheduled(to: str) -> Written:
     return made
 
 
+_BEGIN = ("(--reset-iteration), to begin", "(--override-opt-param-scheduler), for this")
 STATELESS_RUN = {"iteration": "reset", "dataloader": "reset"}
 LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str | tuple[str, ...]]] = {
     # what lies there, the policy of the coming run, the run itself, and where the flag is that mends it
@@ -349,8 +350,13 @@ LOADS: dict[str, tuple[Written, dict[str, Any], dict[str, Any], str | tuple[str,
         "or (--override-opt-param-scheduler) with",
     ),
     "other names": (_converted("dcp", names=OF_MODEL), {}, {}, "DS_RESHARD_SETTINGS='({.*?})'"),
-    "weights alone, from nothing asked": (_converted("safetensors"), {}, {}, ("x",)),
-    "weights alone, of other names": (_converted("safetensors", names=OF_MODEL), {}, {}, ("x",)),
+    "weights alone, from nothing asked": (_converted("safetensors"), {}, {}, (*_BEGIN, "(--no-load-optim)")),
+    "weights alone, of other names": (
+        _converted("safetensors", names=OF_MODEL),
+        {},
+        {},
+        (*_BEGIN, "DS_RESHARD_SETTINGS='({.*?})'", "(--no-load-optim)"),
+    ),
 }
 
 
@@ -378,3 +384,30 @@ def test_what_mends_a_load_of_nanotron_mends_it(worlds: Any, tmp_path: Path, cas
             policy = {**policy, flag.key: value if value else flag.value}
             policy = policy if flag.value != "skip" else {key: policy[key] for key in policy if key != "scheduler"}
     assert refused(policy=policy) == ""
+
+
+FOLLOWED = {
+    # of errors whose lines are followed to their end where the run is that they need
+    "names of wrappers": "hosts/test_wrapped_names.py::test_the_line_of_the_error_renames_them",
+    "entries that no module loads": (
+        "hosts/test_odd_models.py::test_entries_that_no_module_loads_are_judged_before_the_load"
+    ),
+    "states of what is frozen now": (
+        "hosts/test_dcp_reader.py::test_states_of_what_is_frozen_now_are_refused_and_each_way_out_works"
+    ),
+    "verl's folder under other ranks": (
+        "hosts/test_fsdp_convert.py::test_a_manager_under_other_ranks_is_told_what_to_convert"
+    ),
+    "a second name of FSDP2": "hosts/test_fsdp_convert.py::test_a_tied_weight_is_one_parameter_with_two_names",
+    "the folder of a tag": "hosts/test_arguments.py::test_the_folder_of_a_tag",
+    "a batch that ranks cannot divide": "unit/test_batch.py::test_each_way_that_is_offered_passes",
+    "a position at other processes": "hosts/test_positions.py",
+    "classes to trust": "hostile/test_unsafe_checkpoints.py::test_all_classes_stand_in_one_line_of_each_tool",
+    "Megatron-LM": "hosts/megatron/test_megatron_mending_lines.py",
+}
+
+
+@pytest.mark.parametrize("error", FOLLOWED)
+def test_lines_that_are_followed_elsewhere_are_followed_there(error: str) -> None:
+    file, _, name = FOLLOWED[error].partition("::")
+    assert f"def {name}" in (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
