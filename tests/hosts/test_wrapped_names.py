@@ -117,6 +117,21 @@ def test_a_base_is_loaded_for_what_is_new_by_the_lines_of_the_error(
     assert all(torch.equal(saved, found.bfloat16()) for saved, found in zip(weights, net.parameters(), strict=False))
 
 
+def test_a_universal_folder_is_renamed_by_convert(worlds: Any, tmp_path: Path) -> None:
+    """The line of the error ends in another one, and what that writes loads."""
+    worlds[1].run("wrapped_jobs.save", run=Run(2, 1), wrapper="compiled", folder=str(tmp_path / "own"))
+    folder, renamed, names = tmp_path / "universal", tmp_path / "renamed", tmp_path / "names.json"
+    assert main(["convert", str(tmp_path / "own"), str(folder), "--to", "universal"]) == 0
+    run = Run(2, 1, config={"checkpoint": {"load_universal": True}})
+    line = {"_orig_mod\\.(.+)": "{1}"}
+    (told,) = worlds[1].run("wrapped_jobs.load", run=run, wrapper="plain", folder=str(folder), names=line)
+    assert told.get("error") == "ConfigError" and "ds-reshard convert with --names" in told["text"], told
+    names.write_text(json.dumps(line))
+    assert main(["convert", str(folder), str(renamed), "--to", "universal", "--names", str(names)]) == 0
+    (told,) = worlds[1].run("wrapped_jobs.load", run=run, wrapper="plain", folder=str(renamed), names=None)
+    assert "error" not in told, told
+
+
 @pytest.mark.parametrize(
     ("saved", "run"),
     [

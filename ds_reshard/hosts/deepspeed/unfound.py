@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import ConfigError, ModelMismatch, UnsupportedLayout
+from ds_reshard.errors import ConfigError, ModelMismatch
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
@@ -110,7 +110,7 @@ class Renaming:
         if not self.plain:
             what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
             mend = "ds-reshard convert with --names, and load what it writes"
-            raise UnsupportedLayout.of(model.path, what, mend=mend)
+            raise ConfigError.of(model.path, what, mend=mend)  # an unsupported universal folder is left to DeepSpeed
         return model.under(new)
 
     def _new(self, model: ModelStates, held: list[str]) -> Mapping[str, str]:
