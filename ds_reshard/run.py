@@ -11,8 +11,10 @@ import argparse
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from types import TracebackType
+from typing import NoReturn
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.resume import policy_sources
@@ -71,7 +73,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.exit(2, f"{PLACE}: {error}\n")
     ended: SystemExit | None = None
     try:
-        _run(given)
+        with _told_at_os_exit() if insists else nullcontext():
+            _run(given)
     except SystemExit as end:
         ended = end
     except BaseException:
@@ -87,6 +90,31 @@ def main(argv: Sequence[str] | None = None) -> None:
         auto.forget_mark()
     if ended is not None:
         raise ended
+
+
+@contextmanager
+def _told_at_os_exit() -> Iterator[None]:
+    """Have `os._exit(0)` of this process end as `main` does; its forks, as of multiprocessing, are left alone."""
+    from ds_reshard import auto
+
+    leave, own = os._exit, os.getpid()
+
+    def _exit(status: int) -> NoReturn:
+        if os.getpid() == own:
+            try:
+                if status == 0:
+                    auto.refuse_unseen()
+            except ReshardError as error:
+                os.write(2, f"{PLACE}: {error}\n".encode())
+                status = 1
+            auto.forget_mark()
+        leave(status)
+
+    os._exit = _exit
+    try:
+        yield
+    finally:
+        os._exit = leave
 
 
 def _run(given: argparse.Namespace) -> None:

@@ -46,13 +46,14 @@ class OptimizerFacts:
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
 
 
-def canonical(value: object) -> str:
+def canonical(value: object, *, known: Mapping[int, str] | None = None) -> str:
     """A text that is equal exactly for equal trees of plain values and records; a list equals its tuple.
 
     Used to compare what two shards say. Tensors stand for their shape, type and checksum. A part that
     is shared is written once, so the cost is linear; a part that contains itself is written as such.
+    `known` has texts of parts by their id, which are used instead of these parts' own.
     """
-    done: dict[int, str] = {}
+    done: dict[int, str] = dict(known or {})
     open_parts: set[int] = set()
     left = [value]
     while left:
@@ -80,6 +81,8 @@ def _is_kept(value: object) -> bool:
 
 
 def _text(value: object, done: Mapping[int, str]) -> str:
+    if (text := done.get(id(value))) is not None:
+        return text
     if isinstance(value, TensorRecord):
         where = (value.shape, value.stride, value.element_offset, value.storage.numel, value.storage.crc32)
         return f"tensor({value.dtype.label},{where})"
@@ -89,7 +92,7 @@ def _text(value: object, done: Mapping[int, str]) -> str:
         return f"scalar({value.dtype.label},{value.shape},{value.data.hex()})"
     if isinstance(value, GlobalName):
         return str(value)
-    return done.get(id(value), "itself") if _is_kept(value) else repr(value)
+    return "itself" if _is_kept(value) else repr(value)
 
 
 def _compound(value: object, done: Mapping[int, str]) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ def say(text: str) -> None:
     """Log a line at level INFO; where that is not shown, and nobody has set this logger's level, on stderr."""
     if _LOG.isEnabledFor(logging.INFO) and _LOG.hasHandlers():
         _LOG.info("%s", text)
-    elif _LOG.level == logging.NOTSET and logging.lastResort is not None:
+    elif _LOG.level == logging.NOTSET and logging.lastResort is not None and not getattr(sys.stderr, "closed", False):
         record = _LOG.makeRecord(_LOG.name, logging.INFO, __file__, 0, "ds_reshard: %s", (text,), None)
         logging.lastResort.handle(record)
 

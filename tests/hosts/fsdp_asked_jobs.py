@@ -188,6 +188,20 @@ def _differing(rank: int, size: int) -> dict[str, Any]:
         "number": last,
         "bytes": bytes(1 + last),
         "inside": {1: ("text", values)},
+        "columns inside": (torch.arange(9.0).reshape(3, 3).t() if last else torch.arange(9.0).reshape(3, 3),),
+    }
+
+
+def _lying_otherwise(rank: int) -> dict[str, Any]:
+    """Equal tensors inside objects, which each rank's storages hold in another way."""
+    grid, ones = torch.arange(6.0).reshape(2, 3), torch.ones(2)
+    parts = {"a": torch.zeros(1), "b": torch.ones(3)}
+    return {
+        "view": (torch.cat([ones, torch.full((1 + rank,), float(rank))])[:2],),
+        "columns": (grid if rank else grid.t().contiguous().t(),),
+        "order": ({name: parts[name] for name in (reversed(parts) if rank else parts)},),
+        "shared": (ones, ones if rank else ones.clone()),
+        "device": (torch.device("cpu", rank),),
     }
 
 
@@ -204,7 +218,8 @@ def unequal(folder: str) -> dict[str, str]:
         told["of FSDP2"] = saved(_quantised(), "of FSDP2")
         # In another order of its members on each rank, as hashes of texts are; pickles of equal values then differ.
         names = sorted((f"n{number}" for number in range(50)), reverse=bool(rank % 2))
-        equal = {"dict": {1: dict.fromkeys(names, 0)}, "names": (names[0][:1],), "set": set(names)}
+        equal: dict[str, Any] = {"dict": {1: dict.fromkeys(names, 0)}, "names": (names[0][:1],), "set": set(names)}
+        equal |= _lying_otherwise(rank)
         some = {"of this rank": 1} if rank == 1 else {}
         told["equal"] = saved({**_differing(0, size), **equal, **some}, "equal")
         group, at = dist.new_group(backend="gloo"), f"{folder}/thread"

@@ -426,8 +426,8 @@ def two_engines(saved: str, loaded: str, folder: str, policy: dict[str, Any] | N
         run[0].save_state(folder)
         again = build(loaded, policy)
         again[0].load_state(folder)
-        whole = rates(build(loaded), 0, STEPS + 3)[STEPS:]
-        return [whole, rates(again, STEPS, 3)]
+        resumed = rates(again, STEPS, 3)  # before the next Accelerator, for which the process groups of these end
+        return [rates(build(loaded), 0, STEPS + 3)[STEPS:], resumed]
 
 
 def begun_anew(late: Late, first: str, second: str, policy: dict[str, Any]) -> None:

@@ -369,3 +369,10 @@ def test_a_line_is_seen_however_logging_is_configured(configured: str, shown: st
     program = f"import logging; {configured}\nfrom ds_reshard.resume.report import say; say('loaded it')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert (done.stdout, done.stderr) == ("", shown)
+
+
+def test_a_line_is_not_said_where_the_script_has_closed_stderr() -> None:
+    """As daemons do: the load goes on."""
+    program = "import sys; sys.stderr.close(); from ds_reshard.resume.report import say; say('loaded it'); print('on')"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "on\n")

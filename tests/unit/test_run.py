@@ -171,6 +171,23 @@ def test_a_run_that_ends_by_its_own_error_keeps_its_status(starter: Path, script
     assert unseen.returncode == 1 and UNSEEN in unseen.stderr and unseen.stderr.startswith("python -m ds_reshard.run: ")
 
 
+def test_a_script_that_leaves_by_os_exit_is_told_too(script: Path) -> None:
+    """Which nothing can catch; a fork of it that leaves so, as multiprocessing ends them, is none of a run's end."""
+    script.write_text("import os\nos._exit(0)\n")
+    unseen = _run("--finetune", str(script))
+    assert unseen.returncode == 1 and UNSEEN in unseen.stderr and unseen.stderr.startswith("python -m ds_reshard.run: ")
+    script.write_text("import os\nos._exit(5)\n")
+    failed = _run("--finetune", str(script))
+    assert (failed.returncode, failed.stderr) == (5, "")
+    load = "from ds_reshard.resume import policy_sources as p; p.note_applied(p.asked_policy())"
+    fork = (
+        "pid = os.fork()\nif not pid:\n    os._exit(0)\nassert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0\n"
+    )
+    script.write_text(f"import os\n{fork}{load}\nos._exit(0)\n")
+    loaded = _run("--finetune", str(script))
+    assert (loaded.returncode, loaded.stderr) == (0, "")
+
+
 def test_another_environment_is_left_as_it_is_or_takes_ours(starter: Path, tmp_path: Path) -> None:
     """A child of a virtual environment without ds_reshard: with none of our requirements, with one, and with all."""
     import sysconfig

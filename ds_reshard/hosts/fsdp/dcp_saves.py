@@ -31,7 +31,8 @@ from ds_reshard.errors import (
 from ds_reshard.hooks import Call
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import check_cover
-from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.nesting import children
+from ds_reshard.model.records import ObjectRecord, StorageRecord, TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.operations.ranks import agree, attempt, gather, together
 
@@ -212,11 +213,42 @@ def _is_whole(item: WriteItem) -> bool:
 def _object_digest(data: bytes) -> bytes:
     """Of a file of torch.save: sets and shared parts are pickled in an order that is no part of the value."""
     with TorchArchive(PositionedBytes("an object that is saved", data)) as archive:
-        stored = [archive.read(name) for name in sorted(archive.members) if name.startswith("data/")]
         try:
-            return digest(canonical(archive.load(rules=ALLOW_ALL)), *stored)
+            held = archive.load(rules=ALLOW_ALL)
+            return digest(canonical(held, known=dict(_texts(held, archive))))
         except ReshardError:  # a pickle that nothing here reads is compared as it is
+            stored = [archive.read(name) for name in sorted(archive.members) if name.startswith("data/")]
             return digest(archive.read("data.pkl"), *stored)
+
+
+def _texts(held: object, archive: TorchArchive) -> Iterator[tuple[int, str]]:
+    """Texts of tensors by their values, however these lie in their storages, and of devices without their numbers."""
+    seen, left = set[int](), [held]
+    while left:
+        part = left.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        left += children(part)
+        if isinstance(part, TensorRecord):
+            yield id(part), f"tensor({part.dtype.label},{part.shape},{digest(_row_major(part, archive)).hex()})"
+        elif isinstance(part, StorageRecord):
+            yield id(part), f"storage({part.dtype.label},{digest(archive.read(f'data/{part.key}')).hex()})"
+        elif isinstance(part, ObjectRecord) and part.args and str(part.callable) == "torch.device":
+            yield id(part), f"device({part.args[0]})"
+        elif isinstance(part, ObjectRecord) and part.callable.name.endswith("Storage") and len(part.args) == 3:
+            name = f"data/{part.args[0]}"  # of a type that has no name here: its key, its device and its size
+            if name in archive.members:
+                yield id(part), f"storage({part.callable},{digest(archive.read(name)).hex()})"
+
+
+def _row_major(tensor: TensorRecord, archive: TorchArchive) -> bytes:
+    import numpy
+
+    size = tensor.dtype.itemsize
+    flat = numpy.frombuffer(archive.read(f"data/{tensor.storage.key}"), f"V{size}")[tensor.element_offset :]
+    strides = [size * stride for stride in tensor.stride]
+    return numpy.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False).tobytes()
 
 
 def _folder(writer: object) -> str:
