@@ -81,7 +81,7 @@ PARTS := megatron-tests grid-tests host-tests other-tests
 
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
-	@$(MAKE) --no-print-directory --keep-going --output-sync=target -j4 $(PARTS)
+	@$(MAKE) --no-print-directory --keep-going -j4 $(PARTS)
 
 $(PARTS): venv
 	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(TESTS)
