@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from ds_reshard.containers.pickle_table import ACTIVATIONS, ALLOWED, TRUSTED, Allowed, Args
+from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
 from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, trusting, wrong_value
 from ds_reshard.model.during import during
 from ds_reshard.model.records import GlobalName, ObjectRecord
@@ -165,8 +165,6 @@ def acts(dotted: str) -> bool:
     functions of torch and numpy that open, run or call what they are given.
     """
     root, last = dotted.partition(".")[0], dotted.rpartition(".")[2]
-    if dotted in ACTIVATIONS:
-        return False
     if root in _HOLDING and (last[:1].isupper() or root == "array"):
         return False
     if root in sys.stdlib_module_names or root in _PYTHON_2 or root in _RUNNING:

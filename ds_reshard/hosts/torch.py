@@ -29,12 +29,15 @@ def load_state_dict(call: Call) -> object:
 
     Not collective: ranks are given the same policy. An optimizer that has trained goes back, and does not resume.
     Inside a load of a host the policy is the host's affair. Megatron's and nanotron's optimizers have seams of their
-    own, also in a loop of the script's.
+    own, also in a loop of the script's; DeepSpeed's has the policy of its engine's JSON.
     """
     policy, optimizer = asked_policy(), call["self"]
-    if under_way() or (policy.is_default and policy.report is None) or _has_trained(optimizer):
+    if under_way() or _has_trained(optimizer):
         return call()
-    if hosts.hooked("megatron") or hosts.hooked("nanotron") or (policy.is_default and hosts.hooked("deepspeed")):
+    if policy.is_default and hosts.hooked("deepspeed"):
+        hosts.refuse_policy_of_engine(optimizer)
+        return call()
+    if (policy.is_default and policy.report is None) or hosts.hooked("megatron") or hosts.hooked("nanotron"):
         return call()
     if not _is_its_own(optimizer, call["state_dict"]):
         refuse_unapplied(f"{type(optimizer).__name__}.load_state_dict")

@@ -174,9 +174,9 @@ def give_own_state(run: Run, model: Model, folder: str, reshard: dict[str, Any] 
     engine = build(run, model, seed=99)
     jobs.train(engine, 0, steps)
     states = [torch.load(path, weights_only=False) for path in sorted(Path(folder).glob("optimizer_*.pt"))]
-    with ds_reshard.install("deepspeed"):
+    with ds_reshard.install("deepspeed"), ds_reshard.install("torch"):
         try:
-            engine.optimizer.load_state_dict(states)
+            engine.optimizer.load_state_dict(states if run.stage else states[0])
         except ds_reshard.ReshardError as error:
             return [type(error).__name__, str(error)]
     return []

@@ -237,6 +237,7 @@ def test_what_others_put_on_the_engine_stays_there(
 
 
 OWN = [(Run(stage, 2), Run(stage, ranks)) for stage in (1, 2, 3, "bf16") for ranks in (1, 2)]
+OWN += [(Run(0, 2, "fp32"), Run(0, 2, "fp32"))]
 
 
 @pytest.mark.parametrize(("source", "target"), OWN, ids=str)

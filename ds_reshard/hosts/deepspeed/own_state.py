@@ -38,6 +38,12 @@ def load_state_dict(call: Call) -> object:
     return call()
 
 
+def refuse_policy_of_engine(optimizer: object) -> None:
+    """Raise the same error if torch's own optimizer is that of an engine, as at stage 0 in fp32."""
+    if _engine_of(optimizer) is not None:
+        _refuse_policy(optimizer)
+
+
 def _refuse_policy(optimizer: object) -> None:
     engine = _engine_of(optimizer)
     if engine is not None and engine.global_steps:
