@@ -39,7 +39,7 @@ from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.proof import prove, repaired
 from ds_reshard.operations.ranks import rank, world_size
 from ds_reshard.operations.shares import dealt, in_ranks
-from ds_reshard.operations.source import Found, find_listing, open_checkpoint
+from ds_reshard.operations.source import Found, find_listing, open_checkpoint, open_weights
 from ds_reshard.operations.store_workspace import StoreWorkspace
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
 from ds_reshard.operations.workspace import Workspace, refuse_places
@@ -65,7 +65,7 @@ def convert_listing(
     refuse_memory(options.threads, options.memory_nbytes)
     like = find_listing(asked.like, None).folder if asked.like is not None else None
     before, shown = _seen(found.folder), _seen(like)
-    source = open_checkpoint(found, optimizer=not asked.weights_alone or asked.repair)
+    source = open_weights(found) if asked.weights_alone and not asked.repair else open_checkpoint(found)
     source = repaired(source) if asked.repair else source
     target = target_of(source, asked)
     prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})

@@ -74,6 +74,14 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, op
     return checkpoint
 
 
+def open_weights(found: Found, *, whole: bool = True) -> Checkpoint:
+    """The checkpoint for its weights: with its optimizer, which proves what is tied, unless that cannot be opened."""
+    try:
+        return open_checkpoint(found, whole=whole)
+    except ReshardError:
+        return open_checkpoint(found, whole=whole, optimizer=False)
+
+
 def open_ahead(found: Found) -> None:
     """Of a folder by URL, all of whose files will be opened, ask side by side for what that reads."""
     if is_url(found.folder):

@@ -21,7 +21,7 @@ from ds_reshard.model.target import Asked, RunSizes, Target, TargetFile, Unit
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
-from ds_reshard.operations.source import Found, find_listing, open_checkpoint
+from ds_reshard.operations.source import Found, find_listing, open_checkpoint, open_weights
 from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Match, Plan, Planner, window_nbytes
 
@@ -127,7 +127,7 @@ def plan_listing(
     refuse_memory(reading.threads, reading.memory_nbytes)
     number, shards = shard
     in_parts = shards > 1 and found.format.in_parts
-    source = open_checkpoint(found, whole=not in_parts, optimizer=not asked.weights_alone)
+    source = (open_weights if asked.weights_alone else open_checkpoint)(found, whole=not in_parts)
     if in_parts:
         source.open_first()
     target = target_of(source, asked)

@@ -167,8 +167,8 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_not_read_of_format_torch_is_refused_by_name(name: str) -> None:
     known = {**_sizes(2, 2, 2), "num_layers": 4, "use_distributed_optimizer": True, "moe_layer_freq": 1}
-    assert list(_unsupported("here", known)) == []
-    (fault,) = _unsupported("here", known | {name: BAD[name]})
+    assert list(_unsupported("here", known, optimizer=True)) == []
+    (fault,) = _unsupported("here", known | {name: BAD[name]}, optimizer=True)
     assert fault.error == "UnsupportedLayout" and name.removeprefix("use_").replace("_", " ") in fault.what.replace(
         "_", " "
     )
@@ -229,7 +229,7 @@ ODD = ("optimizer", "fp8_param_gather", "fp4_param_gather")
 @pytest.mark.parametrize(("sizes", "fits"), [((2, 1, 3, 1), False), ((2, 1, 4, 1), True), ((4, 1, 2, 1), True)])
 def test_grids_of_experts_that_save_copies_of_some_ranks_alone(sizes: tuple[int, ...], fits: bool) -> None:
     known = {**_sizes(*sizes), "num_experts": 12, "num_layers": 4, "use_distributed_optimizer": True}
-    told = [fault.what for fault in _unsupported("here", known)]
+    told = [fault.what for fault in _unsupported("here", known, optimizer=True)]
     assert told == [] if fits else "expert_model_parallel_size 3 at tp 2" in told[0]
 
 
