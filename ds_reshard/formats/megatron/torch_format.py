@@ -496,7 +496,7 @@ def _flat(
         what = f"model chunk {number}: the flat buffer is of another size than its parameters"
         alike = all(getattr(one, "shape", None) == (told,) for kind, one in tensors.items() if kind != "numel_unpadded")
         fault = _damaged(path, what, str(numel), str(told))
-        faults.append(frozen(fault, _SAVE_DIST) if alike else fault)
+        faults.append(frozen(fault, _SAVE_DIST) if alike and isinstance(told, int) and told < numel else fault)
         return
     for kind, tensor in tensors.items():
         if kind == "numel_unpadded":
