@@ -23,7 +23,7 @@ _MEND = "save by engine.save_checkpoint, and load by engine.load_checkpoint"
 
 
 def load_state_dict(call: Call) -> object:
-    """Load a state; an error where a resume policy would be dropped, or shards are of another number of ranks.
+    """Load a state; raise an error if that drops a resume policy, or if shards are of another number of ranks.
 
     Not collective: ranks are given the same policy, and shards of one save. An engine that has trained goes back, and
     does not resume. Inside `load_checkpoint` both are that load's affair.
@@ -31,7 +31,7 @@ def load_state_dict(call: Call) -> object:
     if under_way():
         return call()
     optimizer, states = list(call.passed.values())[:2]
-    _refuse_policy(optimizer)
+    _refuse_policy(optimizer, _engine_of(optimizer))
     reads = call.passed.get("load_optimizer_states", True) or call.passed.get("load_from_fp32_weights", False)
     if reads and not getattr(optimizer, "elastic_checkpoint", False):  # which merges shards of any number
         _refuse_other_shards(optimizer, states)
@@ -40,12 +40,12 @@ def load_state_dict(call: Call) -> object:
 
 def refuse_policy_of_engine(optimizer: object) -> None:
     """Raise the same error if torch's own optimizer is that of an engine, as at stage 0 in fp32."""
-    if _engine_of(optimizer) is not None:
-        _refuse_policy(optimizer)
-
-
-def _refuse_policy(optimizer: object) -> None:
     engine = _engine_of(optimizer)
+    if engine is not None:
+        _refuse_policy(optimizer, engine)
+
+
+def _refuse_policy(optimizer: object, engine: DeepSpeedEngine | None) -> None:
     if engine is not None and engine.global_steps:
         return
     policy = asked_policy()
