@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
 from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
-from ds_reshard.containers.pickle_table import Allowed, Args, plain_state, reconstructed
+from ds_reshard.containers.pickle_table import Allowed, Args, is_of_torch, plain_state, reconstructed
 from ds_reshard.model.nesting import LEAVES
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
@@ -359,6 +359,8 @@ def call(
             members = cast("Iterable[object]", args[0])
             machine.check_keys(members if make is not OrderedDict else [cast(Args, pair)[0] for pair in members])
         return make(*args)
+    if as_saved and function.module == "builtins" and is_of_torch(args):  # getattr: `torch.tanh` is written so
+        return machine.name("torch", str(args[1]), byte)
     machine.give((*args, *kwargs.values()) if kwargs else args)
     if not kwargs and not by_new:
         made = machine.reduce(function, args)

@@ -143,11 +143,11 @@ def _names(text: str) -> frozenset[str]:
 # Functions of torch and numpy that open files, run code or call what they are given; a name ending with a point is all
 # of a module.
 _ACTING = _names(
-    "torch.load torch.save torch.jit. torch.hub. torch.package. torch.serialization. torch.ops. torch.utils. "
-    "torch._dynamo. torch._inductor. torch._C. torch.fx. torch.export. torch.compile torch.distributed.rpc. "
-    "torch.distributed.elastic. torch.distributed.run. torch.multiprocessing. numpy.load numpy.save numpy.loadtxt "
-    "numpy.savetxt numpy.fromfile numpy.memmap numpy.lib. numpy.f2py. numpy.testing. numpy.distutils. "
-    "numpy.ctypeslib. numpy.vectorize numpy.frompyfunc"
+    "torch.load torch.save torch.from_file torch.jit. torch.hub. torch.package. torch.serialization. torch.ops. "
+    "torch.utils. torch._dynamo. torch._inductor. torch._C. torch.fx. torch.export. torch.compile "
+    "torch.distributed.rpc. torch.distributed.elastic. torch.distributed.run. torch.multiprocessing. numpy.load "
+    "numpy.save numpy.loadtxt numpy.savetxt numpy.fromfile numpy.memmap numpy.lib. numpy.f2py. numpy.testing. "
+    "numpy.distutils. numpy.ctypeslib. numpy.vectorize numpy.frompyfunc"
 )
 # Modules of the standard library whose classes hold data alone; what a user derives from them may be trusted.
 _HOLDING = _names(

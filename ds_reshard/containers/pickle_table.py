@@ -139,6 +139,16 @@ def _member(args: Args, rules: PickleRules) -> bool:
     return is_enum(args[0]) and args[1].isidentifier() and args[1][0] != "_" and args[1] not in _METHODS
 
 
+def _named(args: Args, rules: PickleRules) -> bool:
+    """What pickle writes as an attribute: the member of an enum, or a builtin function of torch."""
+    return _member(args, rules) or (is_of_torch(args) and len(args) == 2 and f"torch.{args[1]}" in FUNCTIONS)
+
+
+def is_of_torch(args: Args) -> bool:
+    """Whether the arguments of `getattr` name something of the class whose functions are torch's builtins."""
+    return bool(args) and _dotted(args[0]) == "torch._C._VariableFunctionsClass"
+
+
 _METHODS = frozenset(dir(type)) | frozenset(dir(str)) | frozenset(dir(int))
 
 
@@ -338,7 +348,8 @@ _allow("builtins", "complex", _PLAIN, value=True, fits=_numbers)
 _allow("builtins", "set frozenset", _PLAIN, value=True, fits=_elements)
 _allow("builtins", "bytes bytearray", _PLAIN, value=True, fits=_literal_or_latin)
 _allow("builtins", "type", "type(None) and its like", fits=_single)
-_allow("builtins", "getattr", "the member of an enum, as Python 3.11.0 to 3.11.3 pickle it", fits=_member)
+_NAMED = "the member of an enum, as Python 3.11.0 to 3.11.3 pickle it; a builtin of torch, as all do"
+_allow("builtins", "getattr", _NAMED, fits=_named, callee_at=0)
 _allow("_codecs", "encode", "bytes, as protocols 0 to 2 write them", fits=_latin)
 _allow("copyreg", "_reconstructor __newobj__", "objects, as protocols 0 and 1 write them", fits=_never, callee_at=0)
 _allow("collections", "OrderedDict", _PLAIN, fits=_pairs, state=True, items="pairs", value=True)
@@ -427,18 +438,52 @@ for _module in ("torch._tensor", "torch.tensor"):  # torch.load reads the second
 _OPENED = "a file of torch.save, which is read as well"
 _allow("torch.storage", "_load_from_bytes", _OPENED, nested="opened", fits=_one_literal)
 
-# torch's functions of tensors alone, which configurations name as activations. Some are built in, as F.gelu.
-ACTIVATIONS = frozenset(
+# Functions of numbers and tensors alone, which configurations name as activations, losses or measures. Where the name
+# leads to a builtin, Python writes the module of that: of F.gelu torch._C._nn.
+_POINTWISE = (
+    "acos acosh asin asinh atan atanh ceil cos cosh erf erfc exp exp2 expm1 floor isfinite isinf isnan lgamma log "
+    "log10 log1p log2 pow sin sinh sqrt tan tanh trunc"
+)
+_LOSSES = (
+    "binary_cross_entropy binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy ctc_loss "
+    "gaussian_nll_loss hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss "
+    "multilabel_margin_loss multilabel_soft_margin_loss nll_loss poisson_nll_loss smooth_l1_loss soft_margin_loss "
+    "triplet_margin_loss"
+)
+_LAYERS = (
+    "adaptive_avg_pool2d adaptive_avg_pool3d alpha_dropout batch_norm dropout embedding group_norm instance_norm "
+    "interpolate layer_norm linear normalize one_hot pad rms_norm scaled_dot_product_attention"
+)
+_NONLINEAR = (
+    "celu elu glu gumbel_softmax hardsigmoid hardswish hardtanh hardtanh_ leaky_relu leaky_relu_ log_softmax "
+    "logsigmoid mish prelu relu relu6 relu_ rrelu rrelu_ selu selu_ sigmoid silu softmax softmin softplus softshrink "
+    "softsign tanh tanhshrink _threshold"
+)
+FUNCTIONS = frozenset(
     f"{module}.{name}"
     for module, names in {
-        "torch._C._nn": "gelu softplus log_sigmoid",
-        "torch.nn.functional": "relu silu tanh sigmoid leaky_relu elu selu celu mish hardswish hardtanh relu6 softsign "
-        "tanhshrink glu hardsigmoid softmax log_softmax",
+        "math": f"{_POINTWISE} atan2 copysign degrees fabs fmod hypot isclose ldexp radians",
+        "numpy": "absolute ceil cos cosh exp exp2 expm1 floor log log10 log1p log2 maximum minimum sign "
+        "sin sinh sqrt square tan tanh",
+        "torch": f"{_POINTWISE} "
+        "abs adaptive_avg_pool1d add argmax argmin avg_pool1d bilinear celu celu_ clamp conv1d conv2d conv3d "
+        "cosine_similarity div dropout eq ge gt hardshrink layer_norm le log_softmax logit logsumexp lt matmul max "
+        "maximum mean median min minimum mul ne neg norm pairwise_distance prelu prod reciprocal relu relu_ rms_norm "
+        "rrelu rrelu_ rsqrt selu selu_ sigmoid sigmoid_ sign softmax square std sub sum tanh_ threshold threshold_ "
+        "var",
+        "torch._C._nn": "avg_pool2d avg_pool3d binary_cross_entropy elu elu_ gelu gelu_ glu hardsigmoid "
+        "hardsigmoid_ hardswish hardswish_ hardtanh hardtanh_ huber_loss l1_loss leaky_relu "
+        "leaky_relu_ linear log_sigmoid mish mish_ mse_loss nll_loss one_hot pad relu6 relu6_ "
+        "scaled_dot_product_attention silu silu_ smooth_l1_loss soft_margin_loss softplus "
+        "softshrink",
+        "torch._C._special": "special_erf special_erfc special_expit special_log_softmax special_softmax special_xlogy",
+        "torch.nn.functional": f"{_LOSSES} {_NONLINEAR} {_LAYERS}",
     }.items()
     for name in names.split()
 )
-for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(ACTIVATIONS)):
-    _allow(_module, _name, "an activation")
+for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(FUNCTIONS)):
+    _allow(_module, _name, "a function of numbers, that stands for itself and is not called")
+_allow("torch._C", "_VariableFunctionsClass", "the builtins of torch, of which one is named", fits=_never)
 
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.
 for _module in ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._tensor.api"):

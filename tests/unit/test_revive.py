@@ -8,8 +8,10 @@ import datetime
 import decimal
 import enum
 import fractions
+import importlib
 import io
 import json
+import math
 import pathlib
 import pickle
 import re
@@ -27,7 +29,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ds_reshard.containers.pickle_reader import read_pickle
-from ds_reshard.containers.pickle_rules import ALLOW_ALL
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
+from ds_reshard.containers.pickle_table import FUNCTIONS
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, ConfigError, TrustRequired, UnsafePickle, UnsupportedLayout
@@ -293,13 +296,50 @@ def test_all_classes_to_trust_stand_in_one_line_that_mends():
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_activations_are_values_and_no_actions(protocol):
-    values = [F.gelu, F.relu, F.silu, F.softplus, F.logsigmoid]
+def test_functions_of_numbers_are_values_and_no_actions(protocol):
+    values = [F.gelu, F.relu, F.silu, F.softplus, F.logsigmoid, F.cross_entropy, math.tanh, np.tanh]
+    values += [torch.tanh, torch.relu, torch.sigmoid, torch.softmax, F.hardshrink, torch.special.expit]
     assert again(pickle.dumps({"activation": values}, protocol)) == {"activation": values}
+
+
+def test_each_function_of_the_table_is_one():
+    for dotted in FUNCTIONS:
+        module, _, name = dotted.rpartition(".")
+        assert callable(getattr(importlib.import_module(module), name)), dotted
+
+
+_TANH = b"c__builtin__\ngetattr\nctorch._C\n_VariableFunctionsClass\nX\x04\0\0\0tanh\x86R"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"ctorch._C._nn\ngelu\n(K\x01tR.",
+        b"cmath\nsqrt\nK\x01\x85R.",
+        b"ctorch\ntanh\nK\x01\x85R.",
+        _TANH + b"K\x01\x85R.",
+        _TANH + b"K\x01\x85\x81.",  # by __new__
+        _TANH + b"}b.",  # given a state
+        _TANH + b"K\x01a.",  # given items
+        b"ccollections\ndefaultdict\n" + _TANH + b"\x85R.",  # to be called for a key that lacks
+        _TANH.replace(b"X\x04\0\0\0tanh", b"X\x09\0\0\0from_file") + b".",
+        _TANH.replace(b"X\x04\0\0\0tanh", b"X\x03\0\0\0mro") + b".",
+        _TANH.replace(b"X\x04\0\0\0tanh", b"X\x07\0\0\0float32") + b".",  # which is a name, but no builtin
+        _TANH.replace(b"_VariableFunctionsClass", b"_nn") + b".",
+        _TANH.replace(b"torch._C\n_VariableFunctionsClass", b"posix\nsystem") + b".",
+        b"cbuiltins\ngetattr\ncsignal\nSignals\nX\x06\0\0\0SIGINT\x86R}b.",  # a state for the member of an enum
+        _TANH.replace(b"torch._C\n_VariableFunctionsClass", b"numpy\nndarray") + b".",
+        b"ctorch._C\n_VariableFunctionsClass\n.",
+        b"](ctorch._C\n_VariableFunctionsClass\ne.",
+        b"ctorch._C._nn\n_parse_to\n.",
+        b"ctorch\nfrom_file\n.",
+    ],
+)
+def test_no_function_is_called_or_changed(data):
     with pytest.raises(UnsafePickle):
-        again(b"\x80\x02ctorch._C._nn\ngelu\n(K\x01tR.")  # a call of one
-    with pytest.raises(UnsafePickle):
-        again(b"\x80\x02ctorch._C._nn\n_parse_to\n.")
+        read_pickle(b"\x80\x02" + data, where="file", persistent=refuse, rules=PickleRules())
+    with pytest.raises((UnsafePickle, CheckpointDamaged)):  # whoever reads it under no rules makes nothing of it
+        again(b"\x80\x02" + data)
 
 
 def test_objects_of_protocol_zero_are_built_when_no_builtin_holds_them():
