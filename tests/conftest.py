@@ -95,3 +95,13 @@ def _renewed(request: pytest.FixtureRequest) -> None:
     """No test begins with worlds that others have slowed down."""
     if "worlds" in request.fixturenames:
         request.getfixturevalue("worlds").renew()
+
+
+@pytest.fixture
+def golden_layouts(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Every tensor lies where it lay in a test's conversions, in what they read and in what they write."""
+    import golden
+
+    with golden.recorded() as layouts:
+        yield
+    golden.check(request.node.nodeid.removeprefix("tests/"), [layouts])

@@ -18,7 +18,7 @@ from test_nanotron_convert import contents, same
 from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.operations import Options, convert, diff, fingerprint, inspect, plan, verify
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("golden_layouts")]
 
 RUNS = {"bf16 with masters": Run(dp=2, tp=2), "fp32": Run(dp=2, pp=2, masters=False)}
 

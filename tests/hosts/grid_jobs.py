@@ -10,8 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
+import golden
 import torch
 from devices import BUCKETS, DEVICE
 from grid_cases import Grid
@@ -200,10 +202,7 @@ def load(
     said = [_said(group) for group in inner.param_groups]
     for group in inner.param_groups:
         group.update(weight_decay=9.0, betas=(0.1, 0.2), eps=1.0)
-    if hooks:
-        with ds_reshard.install("deepspeed"):
-            _, client = engine.load_checkpoint(folder, **arguments)
-    else:
+    with golden.recorded() as layouts, ds_reshard.install("deepspeed") if hooks else nullcontext():
         _, client = engine.load_checkpoint(folder, **arguments)
     wrong = {name: _differing(now, weights[name]) for name, now in _weights(engine).items()}
     steps = set()
@@ -231,6 +230,7 @@ def load(
         "global_steps": engine.global_steps,
         "note": (client or {}).get("note"),
         "report": str(ds_reshard.last_report()) if hooks else "",
+        "layouts": layouts,
     }
 
 

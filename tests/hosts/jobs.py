@@ -13,10 +13,11 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import golden
 import torch
 from cases import GLOBAL_BATCH, Model, Run, ds_config
 from devices import BACKEND, DEVICE
@@ -265,12 +266,10 @@ def load(
     if reshard is not None:
         run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": reshard})
     engine = build(run, model, seed=seed, tiny=tiny)
-    if hooks:
-        with ds_reshard.install("deepspeed"):
-            path, client = engine.load_checkpoint(folder, tag=tag, **(arguments or {}))
-    else:
+    with golden.recorded() as layouts, ds_reshard.install("deepspeed") if hooks else nullcontext():
         path, client = engine.load_checkpoint(folder, tag=tag, **(arguments or {}))
     held = contents(engine)
+    held["layouts"] = layouts
     held["path"] = path and os.path.relpath(path, folder)
     held["client"] = {k: v for k, v in (client or {}).items() if k in ("note", "epoch", "global_samples", "extra")}
     held["client_keys"] = sorted(client or {})

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 import torch
 from cases import Model, Run
@@ -113,6 +114,7 @@ def test_a_pipeline_loads_bit_equal_with_other_stages(
 ) -> None:
     """Weights of tied modules, masters, states and what is not tied of them are each stage's own."""
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
     for rank in loaded:
         assert rank["wrong"] == {}, loaded
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
@@ -181,6 +183,7 @@ def test_what_no_file_of_stage_0_holds_is_the_first_stages(
 ) -> None:
     """Of a later stage what is not tied, as DeepSpeed saves it; all else is the truth."""
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
     lost = [name.partition(" ")[2] or name for rank in loaded for name in rank["wrong"]]
     assert lost == ["tied_modules.embed.position", "fp32"] and all(rank["steps"] == [1.0] for rank in loaded)
 
@@ -248,6 +251,7 @@ def test_each_expert_loads_bit_equal_wherever_it_is(worlds: Any, folders: Folder
     """Experts are counted through all ranks, in whatever order ranks are dealt out."""
     folder = str(folders(source))
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=folder, saved_ep=source.ep)
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
     for rank in loaded:
         assert rank["wrong"] == {}, loaded
         first = 2.0 if (source.stage, source.dtype) == (0, "bf16") else 1.0  # FP16_UnfusedOptimizer steps once on zeros
@@ -271,7 +275,9 @@ def test_param_groups_of_experts_are_those_of_the_run(
     """Experts between dense parameters, as `model.parameters()` has them, and with decay or without it."""
     source, target = replace(source, layers=groups), replace(target, layers=groups)
     arguments = {"grid": target, "folder": str(folders(source)), "saved_ep": source.ep}
-    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+    loaded = worlds[target.ranks].run("grid_jobs.load", **arguments)
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
+    for rank in loaded:
         assert (rank["wrong"], rank["global_steps"]) == ({}, 1)
         assert len(rank["groups"]) == (1 if groups == "one group" else 4)
 
@@ -284,7 +290,9 @@ def test_experts_that_some_files_lack_load_bit_equal(
     """Every second expert is not trained; with "expert" in their names DeepSpeed saves others' masters alone."""
     source, target = replace(source, layers=layers), replace(target, layers=layers)
     arguments = {"grid": target, "folder": str(folders(source)), "saved_ep": source.ep}
-    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+    loaded = worlds[target.ranks].run("grid_jobs.load", **arguments)
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
+    for rank in loaded:
         assert (rank["wrong"], rank["steps"]) == ({}, [1.0])
     assert not verify(str(folders(source)), deep=True).faults
 
@@ -306,7 +314,9 @@ def test_experts_that_some_files_lack_load_bit_equal(
 def test_weights_alone_load_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     """What is not tied of a later stage is in optimizer files alone: it then is the first's, as a warning says."""
     arguments = {"grid": target, "folder": str(folders(source)), "load_optimizer_states": False}
-    for rank in worlds[target.ranks].run("grid_jobs.load", **arguments):
+    loaded = worlds[target.ranks].run("grid_jobs.load", **arguments)
+    golden.check(f"{source} to {target} weights alone", [rank["layouts"] for rank in loaded])
+    for rank in loaded:
         weights = {name: n for name, n in rank["wrong"].items() if not name[0].isdigit() or "." in name}
         assert weights in ({}, {"tied_modules.embed.position": 3})
 
@@ -314,6 +324,7 @@ def test_weights_alone_load_bit_equal(worlds: Any, folders: Folders, source: Gri
 @pytest.mark.parametrize(("source", "target"), LOADS, ids=str)
 def test_a_column_of_the_grid_loads_bit_equal(worlds: Any, folders: Folders, source: Grid, target: Grid) -> None:
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
     for rank in loaded:
         assert rank["wrong"] == {}, loaded
         assert rank["compared"] > 5
@@ -336,7 +347,9 @@ COMPILED = plain(2, 3, "compiled", config={"compile": {"deepcompile": True}})
 def test_what_leaves_the_files_as_they_are_loads_as_any_other(
     worlds: Any, folders: Folders, source: Grid, target: Grid
 ) -> None:
-    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source))):
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
+    for rank in loaded:
         assert (rank["wrong"], rank["steps"], rank["note"]) == ({}, [1.0], 7)
 
 

@@ -23,7 +23,7 @@ from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
 from ds_reshard.operations import convert, diff, fingerprint, plan, verify
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("golden_layouts")]
 
 PIPE, FOUR = Grid("pipeline", pp=2, dp=2), Grid("pipeline", pp=4)
 HIDDEN = Grid("pipeline", pp=2, dp=2, dtype="bf16", layers="no file")

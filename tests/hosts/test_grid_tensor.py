@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 import torch
 from grid_cases import Folders, Grid
@@ -117,6 +118,7 @@ def test_tensors_load_bit_equal_under_another_tensor_parallel_size(
 ) -> None:
     """Weights, masters, moments, steps, buffers and frozen parameters, of even and of uneven parts."""
     loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=str(folders(source)))
+    golden.check(f"{source} to {target}", [rank["layouts"] for rank in loaded])
     for rank in loaded:
         assert rank["wrong"] == {}, loaded
         assert rank["compared"] > 5

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 import torch
 from grid_cases import Folders, Grid, forget_json
@@ -92,7 +93,9 @@ def test_each_rank_loads_its_part(
 ) -> None:
     """Also into the grid that it was made of, and experts that DeepSpeed's own load gives the first rank's to all."""
     target = replace(target, config=config)
-    for rank in worlds[target.ranks].run("grid_jobs.load", grid=target, folder=universals(source)):
+    loaded = worlds[target.ranks].run("grid_jobs.load", grid=target, folder=universals(source))
+    golden.check(f"{source}, universal, to {target}", [rank["layouts"] for rank in loaded])
+    for rank in loaded:
         assert rank["wrong"] == {}
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
 

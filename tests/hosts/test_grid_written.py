@@ -20,7 +20,7 @@ from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
 from ds_reshard.formats.zero.tensor_parallel import given, rules_in
 from ds_reshard.operations import Options, convert, diff, verify
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("golden_layouts")]
 
 
 def autotp(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:

@@ -11,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import golden
 import pytest
 from cases import Model, Run
 from gathered import assert_same
@@ -66,6 +67,7 @@ def test_a_checkpoint_loads_bit_equal_under_another_stage_and_size(worlds: Any, 
     source, target, model = row
     folder, saved = saves(source, model)
     loaded = worlds[target.dp].run("load", run=target, model=model, folder=str(folder), more=2)
+    golden.check(_name(row), [rank["layouts"] for rank in loaded])
     assert_same(saved, loaded)
     assert loaded[0]["client"]["note"] == "kept"
     if not model.batchnorm:  # BatchNorm's loss depends on how many rows a rank sees
@@ -94,6 +96,7 @@ def test_another_layout_at_the_same_size_is_loaded_as_another_layout(
     model = Model(groups=2)
     folder, saved = saves(source, model)
     loaded = worlds[target.dp].run("load", run=target, model=model, folder=str(folder))
+    golden.check(f"{source} to {target}, same size", [rank["layouts"] for rank in loaded])
     if "elastic_checkpoint" in source.options:
         for rank in (*saved, *loaded):
             rank["groups"] = []
