@@ -29,7 +29,7 @@ from benchmarks.scale import LLAMA, python
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.checkpoint import Row, Shape, ZeroCheckpoint, open_checkpoint
-from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_of
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -82,7 +82,7 @@ def placements(
     local: Mapping[str, Shape], divided: Mapping[str, Division], dp: int, tp_rank: int
 ) -> Iterator[Placement]:
     """What a rank of a ZeRO-1 run wants: masters and moments of its part of its tensors, and its weights."""
-    wanted = [*flat_group(local, None, dp, KINDS, number=0, family=RUN)]
+    wanted = [*FlatBuffer(shapes=local, rule=Rule.FLAT, ranks=dp, kinds=KINDS).placements(RUN)]
     for name, shape in local.items():
         wanted.append(whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}"))
     for one in wanted:
@@ -156,7 +156,7 @@ def planned(checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int, ran
     index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
     local, divided = local_shapes(checkpoint, to, tp_rank, stage)
     wanted = by_key(placements(local, divided, to.dp, tp_rank))
-    share = partition_numel(sum(map(prod, local.values())), to.dp)
+    share = FlatBuffer(shapes=local, rule=Rule.FLAT, ranks=to.dp).partition_numel
     fresh = {f"{kind}/0": share for kind in KINDS}
     elsewhere = frozenset(checkpoint.layout.placements).difference(wanted) if to.pp else frozenset()
     layout = Layout(wanted, {RUN: to.dp})

@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.memory import resident
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.checkpoint import ALONE, MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, sub_group, sub_group_numel, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.find_checkpoint import read_heads
@@ -35,14 +35,16 @@ RUN = "run"
 KINDS = dict.fromkeys(("fp32", "exp_avg", "exp_avg_sq"), ElementType.FLOAT32)
 
 
+def flat_buffer(checkpoint: ZeroCheckpoint, dp: int) -> FlatBuffer:
+    (shapes,) = checkpoint.model.param_shapes or ()
+    return FlatBuffer(shapes=shapes, rule=Rule.EACH if checkpoint.stage == 3 else Rule.FLAT, ranks=dp, kinds=KINDS)
+
+
 def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
     """What a run of the saved stage on `dp` ranks wants: masters and moments, and below stage 3 whole weights."""
-    (shapes,) = checkpoint.model.param_shapes or ()
-    if checkpoint.stage == 3:
-        yield from sub_group(shapes, dp, KINDS, number=0, family=RUN)
-        return
-    yield from flat_group(shapes, None, dp, KINDS, number=0, family=RUN)
-    for name, shape in shapes.items():
+    buffer = flat_buffer(checkpoint, dp)
+    yield from buffer.placements(RUN)
+    for name, shape in buffer.shapes.items() if checkpoint.stage < 3 else ():
         yield whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
 
 
@@ -52,10 +54,7 @@ def rank_plan(listing: Listing, dp: int, rank: int) -> tuple[Plan, Index, ZeroSh
     shards = ZeroShards(checkpoint=checkpoint)
     index = Index(checkpoint.layout, shards)
     wanted = by_key(placements(checkpoint, dp))
-    (shapes,) = checkpoint.model.param_shapes or ()
-    total = sum(placement.numel for key, placement in wanted.items() if key.kind == "fp32")
-    share = sub_group_numel(shapes, dp) if checkpoint.stage == 3 else partition_numel(total, dp)
-    fresh = {f"{kind}/0": share for kind in KINDS if kind != "fp32"}
+    fresh = {f"{kind}/0": flat_buffer(checkpoint, dp).partition_numel for kind in KINDS if kind != "fp32"}
     plan = Planner(index, Layout(wanted, {RUN: dp}), {key: key for key in wanted}).plan(rank, sizes=fresh)
     if checkpoint.listing.partitioned_model:
         for shard in range(rank, checkpoint.dp, dp):

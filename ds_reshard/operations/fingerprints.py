@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.interfaces import Outcome, Saw
-from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.flat import whole
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint

@@ -10,19 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.formats.zero.layout import (
+from ds_reshard.formats.zero.flat import (
+    FlatBuffer,
+    Rule,
+    arranged,
     by_key,
-    chunk_numel,
-    flat_group,
-    flat_offsets,
-    partition_numel,
+    in_turn,
+    slice_numel,
     sliced,
-    sub_group,
-    sub_group_numel,
+    turned_back,
     whole,
-    whole_group,
-    whole_members,
-    whole_numel,
 )
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, chunked
 from ds_reshard.model.records import ElementType
@@ -114,16 +111,16 @@ def test_the_piece_of_a_shard_is_that_of_all_pieces(cut, numel):
 def test_a_flat_group_is_its_tensors_one_after_another(shapes, dp, data):
     """With gaps and padding: the place in the group, divided by the partition, is shard and offset."""
     gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
-    placements = list(flat_group(shapes, gaps, dp, KINDS, number=7, family="f"))
+    buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=dp, number=7, gaps=gaps, kinds=KINDS)
+    placements, chunk = list(buffer.placements("f")), buffer.partition_numel
     Layout(by_key(placements), {"f": dp})
-    total = sum(map(prod, shapes.values())) + sum(gaps or ())
-    chunk = partition_numel(total, dp)
     expected, at = [], 0
     for i, shape in enumerate(shapes.values()):
         expected += [(at + element) for element in range(prod(shape))]
         at += prod(shape) + (gaps[i] if gaps else 0)
     assert places(placements, dp) == [(f"{kind}/7", x // chunk, x % chunk) for kind in KINDS for x in expected]
-    assert flat_offsets(shapes, gaps)[1] == total
+    assert buffer.numel == at
+    assert sum(map(buffer.used_numel, range(dp))) == at
 
 
 @QUICK
@@ -131,9 +128,9 @@ def test_a_flat_group_is_its_tensors_one_after_another(shapes, dp, data):
 def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
     """Beside DeepSpeed's own walk along a group (`get_partition_info`, runtime/zero/stage_1_and_2.py, 0.19.8)."""
     gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
-    size = partition_numel(sum(map(prod, shapes.values())) + sum(gaps or ()), dp)
-    found = {name: dict(places) for name, places in whole_members(shapes, gaps, dp)}
-    placements = by_key(whole_group(shapes, gaps, dp, {"m": BF16}, number=7, family="f"))
+    buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=dp, number=7, gaps=gaps)
+    size, found = buffer.partition_numel, {name: dict(places) for name, places in buffer.whole_members()}
+    placements = by_key(buffer.whole_placements("f", {"m": BF16}))
     Layout(placements, {"f": dp})
     for rank in range(dp):
         begin, end, at, own = size * rank, size * (rank + 1), 0, 0
@@ -145,7 +142,7 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
                 assert [one.element_offset for one in pieces if one is not None] == ([own] if numel else [])
                 own += numel
             at += numel + (gaps[number] if gaps else 0)
-        assert whole_numel(shapes, gaps, dp, rank) == own
+        assert buffer.whole_numel(rank) == own
     assert not size or not any(found.values())
 
 
@@ -153,7 +150,7 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
 @given(st.integers(0, 10**7), dps)
 def test_a_partition_is_the_least_even_share(numel, dp):
     """Padded at the end to a multiple of 2 * dp, and by less than that."""
-    padded = partition_numel(numel, dp) * dp
+    padded = FlatBuffer(shapes={"p": (numel,)}, rule=Rule.FLAT, ranks=dp).partition_numel * dp
     assert padded % (2 * dp) == 0
     assert 0 <= padded - numel < 2 * dp
 
@@ -162,16 +159,53 @@ def test_a_partition_is_the_least_even_share(numel, dp):
 @given(models, dps)
 def test_a_sub_group_holds_a_slice_of_each_tensor(shapes, dp):
     """Tensor by tensor ceil(numel / dp) elements a rank, one slice after another, nothing behind the last."""
-    placements = list(sub_group(shapes, dp, KINDS, number=3, family="f"))
+    buffer = FlatBuffer(shapes=shapes, rule=Rule.EACH, ranks=dp, number=3, kinds=KINDS)
+    placements = list(buffer.placements("f"))
     Layout(by_key(placements), {"f": dp})
     expected, at = [], 0
     for shape in shapes.values():
         chunk = ceil(prod(shape) / dp)
-        assert chunk == chunk_numel(shape, dp)
+        assert chunk == slice_numel(shape, dp)
         expected += [(element // chunk, at + element % chunk) for element in range(prod(shape))]
         at += chunk
     assert places(placements, dp) == [(f"{kind}/3", *place) for kind in KINDS for place in expected]
-    assert sub_group_numel(shapes, dp) == at
+    assert {buffer.used_numel(rank) for rank in range(dp)} == {buffer.partition_numel} == {at}
+
+
+@QUICK
+@given(models, dps)
+def test_a_replicated_buffer_is_whole_on_each_rank(shapes, dp):
+    """One parameter after another, without padding, whatever the number of ranks."""
+    buffer = FlatBuffer(shapes=shapes, rule=Rule.REPLICATED, ranks=dp, number=2, kinds=KINDS)
+    layout, at = Layout(by_key(buffer.placements("f")), {"f": dp}), 0
+    for name, shape in shapes.items():
+        pieces = {layout[TensorKey(name, "fp32")].piece(rank) for rank in range(dp)}
+        assert pieces == ({(0, 0, prod(shape), at)} if prod(shape) else {None})
+        at += prod(shape)
+    assert buffer.partition_numel == buffer.numel == at
+
+
+@QUICK
+@given(st.lists(models, max_size=4), dps, st.integers(1, 40), st.integers(1, 8))
+def test_param_groups_become_flat_buffers_as_deepspeed_makes_them(groups, dp, most, alignment):
+    """Beside its own walks (`_create_fp16_sub_groups`, stage3.py; `_round_robin_reorder`, stage_1_and_2.py, 0.19.8)."""
+    groups = [{f"{n}.{name}": shape for name, shape in one.items()} for n, one in enumerate(groups)]
+    expected, part, numel = [], [], 0
+    for number, shapes in enumerate(groups):
+        for name, shape in shapes.items():
+            part.append(name)
+            numel += ceil(prod(shape) / dp)
+            if numel >= most or name == [*shapes][-1]:
+                expected.append((number, part))
+                part, numel = [], 0
+    made = arranged(groups, Rule.EACH, [dp] * len(groups), sub_group_numel=most)
+    assert [(one.group, [*one.shapes]) for one in made] == expected
+    for one in arranged(groups, Rule.FLAT, [dp] * len(groups), round_robin=True, alignment=alignment):
+        names = list(groups[one.group])
+        assert [*one.shapes] == in_turn(names, dp) and turned_back([*one.shapes], dp) == names
+        if alignment > 1:
+            assert all(cut.phase % alignment == 0 for _, cut in one.cuts()) and one.gaps[-1] == 0
+        assert one.number == sum(bool(shapes) for shapes in groups[: one.group])
 
 
 @QUICK
@@ -180,7 +214,7 @@ def test_a_sliced_tensor_has_a_buffer_of_its_own(shape, dp):
     """Cut into pieces of ceil(numel / dp), each at the start of its buffer."""
     placement = sliced("p", shape, BF16, dp, family="f", buffer="own")
     Layout(by_key([placement]), {"f": dp})
-    chunk = chunk_numel(shape, dp)
+    chunk = slice_numel(shape, dp)
     assert places([placement], dp) == [("own", x // chunk, x % chunk) for x in range(prod(shape))]
 
 
@@ -259,7 +293,8 @@ def test_a_layout_that_fits_is_accepted(placements):
 
 
 def test_a_layout_knows_its_tensors_by_name_kind_and_buffer():
-    placements = list(flat_group({"p": (3,), "q": (2, 2)}, None, 2, KINDS, number=0, family="f"))
+    buffer = FlatBuffer(shapes={"p": (3,), "q": (2, 2)}, rule=Rule.FLAT, ranks=2, kinds=KINDS)
+    placements = list(buffer.placements("f"))
     layout = Layout(by_key([*placements, whole("p", "weight", (3,), BF16, family="g", buffer="w")]), {"f": 2, "g": 1})
     assert layout.kinds("p") == ["fp32", "exp_avg", "weight"]
     assert layout.buffers("f") == ["fp32/0", "exp_avg/0"]
@@ -355,7 +390,8 @@ def test_boxes_that_overlap_are_refused_where_their_elements_are_as_many_as_the_
 
 
 def test_a_pickled_layout_comes_back_as_it_was_with_tiles_copies_and_uneven_cuts():
-    flat = by_key(flat_group({"a": (3, 5), "b": ()}, [1, 0], 4, KINDS, number=0, family="optim"))
+    buffer = FlatBuffer(shapes={"a": (3, 5), "b": ()}, rule=Rule.FLAT, ranks=4, gaps=[1, 0], kinds=KINDS)
+    flat = by_key(buffer.placements("optim"))
     tiled = in_chunks((4, 4), [Box(offset=(row, 0), size=(2, 4)) for row in (0, 2)])
     first = next(iter(flat.values()))
     wide = first._replace(

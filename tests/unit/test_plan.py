@@ -28,7 +28,7 @@ from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, read_again, settle
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.layout import by_key, flat_group, flat_offsets, partition_numel, sub_group, sub_group_numel
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key
 from ds_reshard.model.index import Extent, Index, Record, extents_overlap
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
@@ -57,32 +57,27 @@ class Arrangement:
         return range(self.dp)
 
     def layout(self, shapes):
-        placements = []
-        for number, names in enumerate(self.groups):
-            group = {name: shapes[name] for name in names}
-            if self.rule == "sub":
-                placements += sub_group(group, self.dp, self.kinds, number=number, family="f")
-            else:
-                shards = 1 if self.rule == "replicated" else self.dp
-                flat = flat_group(group, self._gaps(names), shards, self.kinds, number=number, family="f")
-                placements += [p._replace(replicated=self.rule == "replicated") for p in flat]
+        placements = [one for buffer in self._buffers(shapes) for one in buffer.placements("f")]
         return Layout(by_key(placements), {"f": self.dp})
 
     def sizes(self, shapes):
         """Elements of each buffer of a rank."""
-        sizes = {}
-        for number, names in enumerate(self.groups):
-            group = {name: shapes[name] for name in names}
-            if self.rule == "sub":
-                numel = sub_group_numel(group, self.dp)
-            else:
-                total = flat_offsets(group, self._gaps(names))[1]
-                numel = partition_numel(total, 1 if self.rule == "replicated" else self.dp)
-            sizes |= {f"{kind}/{number}": numel for kind in self.kinds}
-        return sizes
+        buffers = self._buffers(shapes)
+        return {f"{kind}/{buffer.number}": buffer.partition_numel for buffer in buffers for kind in self.kinds}
 
-    def _gaps(self, names):
-        return [len(name) % 3 for name in names] if self.rule == "gaps" else None
+    def _buffers(self, shapes):
+        rule = {"sub": Rule.EACH, "replicated": Rule.REPLICATED}.get(self.rule, Rule.FLAT)
+        return [
+            FlatBuffer(
+                shapes={name: shapes[name] for name in names},
+                rule=rule,
+                ranks=self.dp,
+                number=number,
+                gaps=[len(name) % 3 for name in names] if self.rule == "gaps" else None,
+                kinds=self.kinds,
+            )
+            for number, names in enumerate(self.groups)
+        ]
 
 
 class Checkpoint:
@@ -577,7 +572,7 @@ def test_a_plan_counts_its_bytes_and_names_its_files():
     case = Case(shapes=MODEL, source=source, target=target, seed=0, pairs=False)
     plan = case.plan(1, Described(source.sizes(MODEL)))
     assert plan.files == ("shard0.pt", "shard1.pt", "shard2.pt")
-    assert plan.nbytes == 3 * sub_group_numel(MODEL, 3) * 4
+    assert plan.nbytes == 3 * FlatBuffer(shapes=MODEL, rule=Rule.EACH, ranks=3).partition_numel * 4
 
 
 def test_buffers_that_share_bytes_are_found():

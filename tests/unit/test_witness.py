@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import tempfile
 from dataclasses import replace
-from math import prod
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from ds_reshard.execution.cuda import CudaExecutor
 from ds_reshard.execution.files import StagingExecutor
 from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.layout import by_key, flat_group, partition_numel, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -153,7 +152,7 @@ def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
     saved = [whole(k.name, "fp32", (100,), ElementType.FLOAT32, family=k.name, buffer="a") for k in (first, second)]
     source = Layout(by_key(saved), {"first": 1, "second": 1})
     shapes = {"first": (100,), "second": (100,)}
-    flat = flat_group(shapes, None, 1, {"fp32": ElementType.FLOAT32}, number=0, family="t")
+    flat = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=1).placements("t", {"fp32": ElementType.FLOAT32})
     target = Layout(by_key(flat), {"t": 1})
     record = OneBuffer().buffers("f", 0)["a"].record
     copy = Copy(record, 64, 100, ElementType.FLOAT32, "fp32/0", 0, ElementType.FLOAT32)
@@ -183,8 +182,8 @@ def test_bytes_that_are_cast_count_as_they_are_cast():
 def test_nans_count_as_they_are_stored(tmp_path, saved, wanted, staged, joined):
     """torch makes other NaNs of the last elements of a tensor than of the first: what is cast in parts is so twice."""
     shapes = {f"w{number}": (5 + 3 * number,) for number in range(40)}
-    source = flat_group(shapes, None, 3, {"fp32": element_type(saved)}, number=0, family="f")
-    layout, numel = Layout(by_key(source), {"f": 3}), partition_numel(sum(map(prod, shapes.values())), 3)
+    saved_buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=3, kinds={"fp32": element_type(saved)})
+    layout, numel = Layout(by_key(saved_buffer.placements("f")), {"f": 3}), saved_buffer.partition_numel
     extents = []
     for rank in range(3):
         values = torch.randn(numel)
@@ -195,9 +194,10 @@ def test_nans_count_as_they_are_stored(tmp_path, saved, wanted, staged, joined):
         extents.append({"fp32/0": Extent(record=record, byte_offset=0, dtype=element_type(saved), numel=numel)})
     index = Index(layout, mock.Mock(buffers=lambda family, shard: extents[shard]))
     order = shapes if joined else dict(reversed(shapes.items()))
-    flat = by_key(flat_group(order, None, 1, {"fp32": element_type(wanted)}, number=0, family="t"))
+    buffer = FlatBuffer(shapes=order, rule=Rule.FLAT, ranks=1, kinds={"fp32": element_type(wanted)})
+    flat = by_key(buffer.placements("t"))
     target, wants = Layout(flat, {"t": 1}), {key: key for key in flat}
-    made = torch.zeros(partition_numel(sum(map(prod, shapes.values())), 1), dtype=wanted)
+    made = torch.zeros(buffer.partition_numel, dtype=wanted)
     witness = of_rank_0(index, target, wants)
     plan, into = Planner(index, target, wants).plan(0, sizes={"fp32/0": len(made)}), TensorTarget(made)
     if staged:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from ds_reshard.formats.zero.content import SAME_BYTES, as_zero, optimizer_faults, read_as_zero
-from ds_reshard.formats.zero.layout import by_key, whole
+from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.model_states import Kept
 from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts

@@ -25,6 +25,7 @@ from ds_reshard.formats.zero.checkpoint import (
     Shape,
     ZeroCheckpoint,
     facts_of,
+    flat_buffers,
     layout_of,
     unmatched,
     weights,
@@ -293,10 +294,11 @@ def _columns(
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     files = tuple(listing.optim[rank] for rank in range(grid.dp))
     if grid.ep == 1 and all(one.layer.in_order for one in dealt.values()):
-        return (GridColumn(family=OPTIM, files=files, shapes=dict(enumerate(groups)), first=first),)
+        buffers = flat_buffers(first, dict(enumerate(groups)), grid.dp)
+        return (GridColumn(family=OPTIM, files=files, buffers=buffers, first=first),)
     dense = {number: group for number, group in enumerate(groups) if not of_experts[number]}
     apart = [number for number in of_experts if of_experts[number]]
-    columns = [GridColumn(family=OPTIM, files=files, shapes=dense, first=first)]
+    columns = [GridColumn(family=OPTIM, files=files, buffers=flat_buffers(first, dense, grid.dp), first=first)]
     for place in range(grid.ep):
         ranks = ranks_of_place(place, grid, model)
         head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
@@ -304,7 +306,8 @@ def _columns(
         experts = {number: {name: dealt[name].shard(place) for name in groups[number]} for number in apart}
         files = tuple(listing.optim[rank] for rank in ranks)
         family, begin = f"{OPTIM} of experts", place * share
-        columns.append(GridColumn(family=family, files=files, shapes=experts, first=head, begin=begin, number=place))
+        buffers = flat_buffers(head, experts, share)
+        columns.append(GridColumn(family=family, files=files, buffers=buffers, first=head, begin=begin, number=place))
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return tuple(columns)
 

@@ -19,7 +19,7 @@ from ds_reshard.errors import (
     fail,
     raise_faults,
 )
-from ds_reshard.formats.zero.layout import by_key, flat_group, sliced, sub_group, whole, whole_group
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, by_key, sliced, whole
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states, with_wholes
@@ -83,14 +83,14 @@ ONE_RANK = Grid(dp=1)
 class GridColumn:
     """Optimizer files whose flat buffers are cut together: shard i of `family` is the file `files[i]`.
 
-    `shapes` are the parameters of the flat buffers that are read from them, by number, under the names that they have
-    in the whole model; `copies` those of which an earlier column has the first copy. `first` is what the first file
-    says. Where columns share a family, shards of it begin with number `begin` in this one, the `number`-th.
+    `buffers` are those that are read from them, with the names that parameters have in the whole model; `copies` the
+    parameters of which an earlier column has the first copy. `first` is what the first file says. Where columns share a
+    family, shards of it begin with number `begin` in this one, the `number`-th.
     """
 
     family: str
     files: tuple[str, ...]
-    shapes: Mapping[int, Mapping[str, Shape]]
+    buffers: tuple[FlatBuffer, ...]
     first: OptimStates
     copies: Mapping[str, int] = field(default_factory=dict)
     begin: int = 0
@@ -102,18 +102,12 @@ class GridColumn:
 
     def placements(self) -> Iterator[Placement]:
         """Where the tensors of these buffers lie."""
-        for number, shapes in self.shapes.items():
-            partition = self.first.partitions[number]
-            kinds = kinds_of(partition)
-            if self.first.kind == "zero3":
-                found = sub_group(shapes, self.dp, kinds, number=number, family=self.family)
-            else:
-                found = flat_group(shapes, partition.alignment, self.dp, kinds, number=number, family=self.family)
+        for buffer in self.buffers:
+            partition = self.first.partitions[buffer.number]
             wholes = {kind: partition.wholes[kind].dtype for kind in sorted(partition.whole_kinds)}
             if wholes:
-                alignment = partition.alignment
-                yield from whole_group(shapes, alignment, self.dp, wholes, number=number, family=self.family)
-            for placement in found:
+                yield from buffer.whole_placements(self.family, wholes)
+            for placement in buffer.placements(self.family):
                 copy = self.copies.get(placement.key.name, 0)
                 yield placement._replace(key=placement.key._replace(copy=copy)) if copy else placement
 
@@ -349,7 +343,26 @@ def read_column(listing: Listing, model: ModelStates) -> GridColumn:
 def one_column(listing: Listing, model: ModelStates, optim: OptimStates) -> GridColumn:
     """The optimizer files of a checkpoint without pipeline or expert parallelism."""
     files = tuple(listing.optim.get(rank, "") for rank in range(model.dp))
-    return GridColumn(family=OPTIM, files=files, shapes=dict(enumerate(model.param_shapes or ())), first=optim)
+    buffers = flat_buffers(optim, dict(enumerate(model.param_shapes or ())), len(files))
+    return GridColumn(family=OPTIM, files=files, buffers=buffers, first=optim)
+
+
+def flat_buffers(optim: OptimStates, shapes: Mapping[int, Mapping[str, Shape]], ranks: int) -> tuple[FlatBuffer, ...]:
+    """The flat buffers of an optimizer file of these numbers and parameters, which so many ranks share."""
+    groups = {number: group for group, members in enumerate(optim.members) for number in members}
+    return tuple(
+        FlatBuffer(
+            shapes=of_buffer,
+            rule=RULES[optim.kind],
+            ranks=ranks,
+            number=number,
+            group=groups[number],
+            gaps=optim.partitions[number].alignment,
+            kinds=kinds_of(optim.partitions[number]),
+            scalars=optim.partitions[number].scalars,
+        )
+        for number, of_buffer in shapes.items()
+    )
 
 
 def _no_model(listing: Listing) -> Fault:

@@ -13,8 +13,8 @@ from math import isfinite
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.grid_target import said_of_all
-from ds_reshard.formats.zero.layout import by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files

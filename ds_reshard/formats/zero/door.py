@@ -265,7 +265,7 @@ def _of_stages(content: Content, zero: ZeroCheckpoint) -> Iterator[Fault]:
         mend = "--like a folder that the coming run has saved, or --names for those of a plain module"
         yield UnsupportedLayout.fault(content.folder, what, "layer_00-model_00-model_states.pt", "none", mend=mend)
     columns = home.columns if isinstance(home, ZeroCheckpoint) else ()
-    held = [list(shapes) for column in columns for shapes in column.shapes.values()]
+    held = [list(buffer.shapes) for column in columns for buffer in column.buffers]
     if any(names != ties_first(names) for names in held):
         what, mend = "has its parameters in another order than its module", "load it in a run, and save there"
         yield UnsupportedLayout.fault(content.folder, what, "tied modules first", "others", mend=mend)

@@ -82,9 +82,9 @@ def _as_shown(content: Content, like: ZeroCheckpoint) -> list[Group]:
     home = {name: number for number, group in enumerate(content.facts.groups) for name in group.members}
     shown: dict[int, Group] = {}
     for column in like.columns:
-        for number, shapes in column.shapes.items():
-            origin = next((home[name] for name in shapes if name in home), 0)
-            shown.setdefault(number, Group(tuple(shapes), like.dp // column.dp, origin))
+        for buffer in column.buffers:
+            origin = next((home[name] for name in buffer.shapes if name in home), 0)
+            shown.setdefault(buffer.number, Group(tuple(buffer.shapes), like.dp // column.dp, origin))
     return [shown[number] for number in sorted(shown)]
 
 

@@ -35,6 +35,7 @@ from ds_reshard.formats.zero.checkpoint import (
     Shape,
     ZeroCheckpoint,
     facts_of,
+    flat_buffers,
     layout_of,
     uneven,
     unmatched,
@@ -334,13 +335,14 @@ def _columns(
             shapes = {n: {renumbered(name, begin): s for name, s in groups[n].items()} for n in own}
             family = OPTIM if ep == 1 else f"{OPTIM} of experts {place} of {ep}"
             files = tuple(listing.optim[rank] for rank in ranks)
-            columns.append(GridColumn(family=family, files=files, shapes=shapes, first=head))
+            buffers = flat_buffers(head, shapes, count)
+            columns.append(GridColumn(family=family, files=files, buffers=buffers, first=head))
             for number in own:
                 numbers.setdefault(number, []).append(len(partitions))
                 partitions.append(head.partitions[number])
                 named.append(shapes[number])
     members = tuple(tuple(at for number in of_group for at in numbers[number]) for of_group in first.members)
-    counts = tuple(column.dp for column in columns for _ in column.shapes)
+    counts = tuple(column.dp for column in columns for _ in column.buffers)
     together = replace(first, partitions=tuple(partitions), counts=counts, members=members)
     return tuple(named), tuple(columns), together
 

@@ -21,7 +21,7 @@ from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_fau
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.expert_groups import AS_SAVED
 from ds_reshard.formats.zero.experts import expert_of
-from ds_reshard.formats.zero.layout import by_key
+from ds_reshard.formats.zero.flat import by_key
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.pipeline import layer_files, tied_key, ties_first
 from ds_reshard.formats.zero.rows import evidence_of, unknown_faults
@@ -32,7 +32,7 @@ from ds_reshard.formats.zero.target import (
     OptimizerTarget,
     first_names,
     group_order,
-    make_flats,
+    make_buffers,
     refuse_source,
     whole_tensors,
 )
@@ -123,7 +123,7 @@ def zero_target(
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
     told = {name for name, division in checkpoint.divided.items() if len(division.ranks) > 1}  # of the source
     taken = unnamed({name: division for name, division in divided.items() if name not in told})
-    ep = max(flat.ep for column in columns for flat in column.optim.flats)
+    ep = max(dp // buffer.ranks for column in columns for buffer in column.optim.buffers)
     return Target(
         layout=layout,
         wants=wants,
@@ -142,9 +142,9 @@ def _column(
     order = group_order(checkpoint)
     if checkpoint.layers is not None and stage == 1 and not ordered:
         order = [{name: group[name] for name in ties_first(group)} for group in order]
-    flats, faults = make_flats(checkpoint, order, dp, sub_group_numel_most=most)
-    optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, flats=tuple(flats))
-    model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[flat.shapes for flat in flats])
+    buffers, faults = make_buffers(checkpoint, order, wrapper, dp, sub_group_numel=most)
+    optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, buffers=tuple(buffers))
+    model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[buffer.shapes for buffer in buffers])
     return Column(0, optim, model), faults
 
 
@@ -264,7 +264,7 @@ def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> t
     made, first = [], 0
     for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=False)):
         members = [[name for flat in flats for name in shown[first + flat]] for flats in column.first.members]
-        first += len(column.shapes)
+        first += len(column.buffers)
         for names in members:
             other = next((name for name in names if texts[home[name]] != texts[home[names[0]]]), None)
             if other is not None:

@@ -119,7 +119,7 @@ def _cuts(checkpoint: ZeroCheckpoint) -> dict[str, str]:
         found[name] = [f"stage {where}" if len(numbers) == 1 else f"a copy in stages {where}"]
     for column in checkpoint.columns:
         place = column.family.partition(" of experts ")[2]
-        for name in (name for shapes in column.shapes.values() for name in shapes if place):
+        for name in (name for buffer in column.buffers for name in buffer.shapes if place):
             found.setdefault(name, []).append(f"expert-parallel rank {place}")
     for name, division in checkpoint.divided.items():
         found.setdefault(name, []).append(str(division))

@@ -27,7 +27,7 @@ from ds_reshard.formats.zero.checkpoint import (
     read_column,
     weights,
 )
-from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.flat import whole
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states

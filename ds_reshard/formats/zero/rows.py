@@ -24,7 +24,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
-from ds_reshard.formats.zero.layout import by_key
+from ds_reshard.formats.zero.flat import by_key
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates

@@ -12,8 +12,8 @@ from math import prod
 from ds_reshard.containers.crc import repeated
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
-from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, Shape, ZeroCheckpoint, kinds_of
-from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel, whole_numel
+from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, ZeroCheckpoint, kinds_of
+from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
@@ -213,7 +213,7 @@ class ZeroShards:
         self.signatures[name] = abridged(optim.signature())
         faults: list[Fault] = []
         wrong = partial(damaged, optim.path)
-        counts = {optim.counts[number] for number in column.shapes if number < len(optim.counts)}
+        counts = {optim.counts[buffer.number] for buffer in column.buffers if buffer.number < len(optim.counts)}
         if counts - {column.dp}:
             what = "was saved with another data-parallel size than the model file"
             faults.append(wrong(what, f"{column.dp}", f"{max(counts - {column.dp})}"))
@@ -222,10 +222,10 @@ class ZeroShards:
             faults.append(wrong("is of another optimizer layout than the first shard", *said))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
         extents: dict[str, Extent] = {}
-        for number, shapes in column.shapes.items():
-            partition = optim.partitions[number]
-            swapped = checkpoint.listing.nvme and not partition.fp32.numel and sub_group_numel(shapes, column.dp)
-            faults += [_swapped(optim.path, number)] if swapped else _sizes(column, optim, shapes, shard, number)
+        for buffer in column.buffers:
+            number, partition = buffer.number, optim.partitions[buffer.number]
+            swapped = checkpoint.listing.nvme and not partition.fp32.numel and buffer.partition_numel
+            faults += [_swapped(optim.path, number)] if swapped else _sizes(column.first, optim, buffer, shard)
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
             wholes = first.partitions[number].whole_kinds & partition.wholes.keys()
@@ -248,11 +248,10 @@ def _places(model: ModelStates) -> Mapping[str, Extent]:
     return {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
 
 
-def _sizes(
-    column: GridColumn, optim: OptimStates, shapes: Mapping[str, Shape], shard: int, number: int
-) -> Iterator[Fault]:
-    """Whether a partition has exactly the elements that the layout gives it."""
-    partition, first = optim.partitions[number], column.first.partitions[number]
+def _sizes(head: OptimStates, optim: OptimStates, buffer: FlatBuffer, rank: int) -> Iterator[Fault]:
+    """Whether a rank's partition has the elements that its flat buffer gives it, and the states of the first rank's."""
+    number = buffer.number
+    partition, first = optim.partitions[number], head.partitions[number]
     wrong = partial(damaged, optim.path)
     if kinds_of(partition) != kinds_of(first):
         names = [", ".join(sorted(kinds_of(one))) for one in (first, partition)]
@@ -260,22 +259,15 @@ def _sizes(
     if (partition.alignment or ()) != (first.alignment or ()):
         yield wrong(f"partition {number} has other alignment gaps than the first shard", "the same gaps", "others")
         return
-    if optim.kind == "zero3":
-        padded = used = sub_group_numel(shapes, column.dp)
-    else:
-        total = flat_numel(shapes, partition.alignment)
-        padded = partition_numel(total, column.dp)
-        used = min(padded, max(0, total - shard * padded))
-    allowed = {"zero": {used}, "bf16": {padded}, "zero3": {padded}}[optim.kind]
-    if partition.fp32.numel not in allowed:
-        yield wrong(
-            f"fp32 partition {number} has the wrong size", f"{min(allowed)} elements", f"{partition.fp32.numel}"
-        )
+    padded, used = buffer.partition_numel, buffer.used_numel(rank)
+    own = used if optim.kind == "zero" else padded
+    if partition.fp32.numel != own:
+        yield wrong(f"fp32 partition {number} has the wrong size", f"{own} elements", f"{partition.fp32.numel}")
     for kind, state in partition.states.items():
         if state.numel not in (padded, used):
             yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
     for kind in sorted(first.whole_kinds):
-        expected = whole_numel(shapes, partition.alignment, column.dp, shard)
+        expected = buffer.whole_numel(rank)
         held, dtype = partition.wholes.get(kind), first.wholes[kind].dtype
         found = (held.numel, held.dtype) if held is not None else (0, dtype)
         if found != (expected, dtype):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import (
@@ -23,12 +22,12 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.layout import by_key, flat_offsets, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.optim_states import RESERVED, own_values
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Cut, Layout, Placement
+from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 
 
@@ -239,7 +238,8 @@ def _flat(
     found: _Found, master: TensorRecord, state: Mapping[str, object], shapes: Mapping[str, Shape], number: int
 ) -> None:
     """`FP16_Optimizer`: one flat tensor a group, no padding."""
-    offsets, total = flat_offsets(shapes, None)
+    buffer = FlatBuffer(shapes=shapes, rule=Rule.REPLICATED, ranks=1, number=number)
+    total = buffer.numel
     flat = {"fp32": master}
     for kind, value in state.items():
         if isinstance(value, TensorRecord) and value.shape == (total,):
@@ -252,10 +252,7 @@ def _flat(
             found.faults.append(_order_fault(f"param group {number}", kind, (total,), tensor.shape))
             continue
         found.tensors[f"{kind}/{number}"] = tensor
-        for name, shape in shapes.items():
-            if prod(shape):
-                placed = whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=f"{kind}/{number}")
-                found.placements.append(placed._replace(cut=Cut(chunk=total, phase=offsets[name])))
+        found.placements += (one for one in buffer.placements(MODEL, {kind: tensor.dtype}) if one.numel)
 
 
 def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:

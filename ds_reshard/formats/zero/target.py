@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from math import prod
@@ -18,22 +18,12 @@ from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.expert_groups import ep_of, of_place
 from ds_reshard.formats.zero.experts import by_number, expert_of, experts_held
-from ds_reshard.formats.zero.layout import (
-    chunk_numel,
-    flat_group,
-    flat_numel,
-    flat_offsets,
-    partition_numel,
-    sliced,
-    sub_group,
-    sub_group_numel,
-    whole,
-)
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, arranged, slice_numel, sliced, turned_back, whole
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
-from ds_reshard.model.layout import Cut, Placement, TensorKey
+from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
 
 Shape = tuple[int, ...]
@@ -44,40 +34,6 @@ DATA_FIRST = "use_data_before_expert_parallelism"
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flat:
-    """One flat buffer of the target: a param group (stages 1, 2 and BF16) or a sub-group (stage 3).
-
-    `kinds` are the types of its masters and states, `scalars` what the optimizer keeps once for all of it. One of
-    experts is there once for each place among `ep` ranks, with other experts under the same names: `held` is how many
-    of each layer a rank has.
-    """
-
-    group: int
-    shapes: Mapping[str, Shape]
-    kinds: Mapping[str, ElementType]
-    scalars: Mapping[str, Scalar]
-    ep: int = 1
-    held: Mapping[str, int] = field(default_factory=dict)
-
-    @cached_property
-    def offsets(self) -> dict[str, int]:
-        return flat_offsets(self.shapes, None)[0]
-
-    @cached_property
-    def numel(self) -> int:
-        """Elements of all of it, without padding."""
-        return flat_numel(self.shapes, None)
-
-    def padded(self, dp: int, *, zero3: bool) -> int:
-        """Elements of the share of each of `dp` ranks."""
-        return sub_group_numel(self.shapes, dp) if zero3 else partition_numel(self.numel, dp // self.ep)
-
-    def of_place(self, place: int) -> dict[str, Shape]:
-        """Its parameters on the ranks at a place, by their names among those of all."""
-        return dict(zip(of_place(self.shapes, self.held, place), self.shapes.values(), strict=True))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTarget:
     """The optimizer's files under `kind` ("zero", "bf16" or "zero3") and `stage` at data-parallel size `dp`."""
@@ -86,31 +42,28 @@ class OptimizerTarget:
     kind: str
     stage: int
     dp: int
-    flats: tuple[Flat, ...]
+    buffers: tuple[FlatBuffer, ...]
 
     def placements(self) -> Iterator[Placement]:
-        for number, flat in enumerate(self.flats):
-            if self.kind == "zero3":
-                yield from sub_group(flat.shapes, self.dp, flat.kinds, number=number, family=OPTIM)
-                continue
-            count = self.dp // flat.ep
-            for place in range(flat.ep):
-                first, step = (place * count, 1) if data_first(self.checkpoint) else (place, flat.ep)
-                shapes = flat.of_place(place)
-                for one in flat_group(shapes, None, count, flat.kinds, number=number, family=OPTIM):
-                    yield one._replace(cut=one.cut._replace(first=first, step=step)) if flat.ep > 1 else one
+        for buffer in self.buffers:
+            for place in range(self.dp // buffer.ranks):
+                yield from self.at_place(buffer, place).placements(OPTIM)
 
-    def share(self, flat: Flat, rank: int) -> int:
+    def at_place(self, buffer: FlatBuffer, place: int) -> FlatBuffer:
+        """A flat buffer of experts as the ranks at a place among the expert-parallel ones have it."""
+        ep = self.dp // buffer.ranks
+        held = experts_held(self.checkpoint.model.trainable, ep) if ep > 1 else {}
+        first, step = (place * buffer.ranks, 1) if data_first(self.checkpoint) else (place, ep)
+        shapes = dict(zip(of_place(buffer.shapes, held, place), buffer.shapes.values(), strict=True))
+        return replace(buffer, shapes=shapes, first=first, step=step)
+
+    def share(self, buffer: FlatBuffer, rank: int) -> int:
         """Which share of a flat buffer a rank has, of those of all ranks with the same parameters."""
-        return rank % (self.dp // flat.ep) if data_first(self.checkpoint) else rank // flat.ep
+        return rank % buffer.ranks if data_first(self.checkpoint) else rank // (self.dp // buffer.ranks)
 
-    def used(self, number: int, rank: int) -> int:
+    def used(self, buffer: FlatBuffer, rank: int) -> int:
         """Elements of one rank's share that belong to parameters, or stand between them."""
-        flat = self.flats[number]
-        padded = flat.padded(self.dp, zero3=self.kind == "zero3")
-        if self.kind == "zero3":
-            return padded
-        return min(padded, max(0, flat.numel - self.share(flat, rank) * padded))
+        return buffer.used_numel(self.share(buffer, rank))
 
     def tree(self, rank: int) -> dict[str, object]:
         """What torch.save is given for one rank's file."""
@@ -122,7 +75,7 @@ class OptimizerTarget:
         """The bytes of the buffers that no logical tensor fills."""
         return {
             _buffer(name, number): value.data
-            for number, flat in enumerate(self.flats)
+            for number, flat in enumerate(self.buffers)
             for name, value in flat.scalars.items()
             if isinstance(value, ScalarTensor)
         }
@@ -133,15 +86,14 @@ class OptimizerTarget:
         assert facts is not None
         state: dict[int, dict[str, object]] = {}
         members: dict[int, list[int]] = {}
-        for number, flat in enumerate(self.flats):
-            padded = flat.padded(self.dp, zero3=self.kind == "zero3")
+        for number, flat in enumerate(self.buffers):
             members.setdefault(flat.group, []).append(number)
             held: dict[str, object] = {
                 name: _scalar(_buffer(name, number), value) for name, value in flat.scalars.items()
             }
             for kind, dtype in flat.kinds.items():
                 if kind != "fp32":
-                    held[kind] = new_tensor(f"{kind}/{number}", (padded,), dtype)
+                    held[kind] = new_tensor(f"{kind}/{number}", (flat.partition_numel,), dtype)
             if held:
                 state[number] = held
         groups = [
@@ -150,24 +102,19 @@ class OptimizerTarget:
         return {"state": state, "param_groups": groups}
 
     def _masters(self, rank: int) -> list[TensorRecord]:
-        sizes = [
-            self.used(number, rank) if self.kind == "zero" else flat.padded(self.dp, zero3=self.kind == "zero3")
-            for number, flat in enumerate(self.flats)
-        ]
+        sizes = [self.used(flat, rank) if self.kind == "zero" else flat.partition_numel for flat in self.buffers]
         return [
-            new_tensor(f"fp32/{number}", (size,), self.flats[number].kinds["fp32"], requires_grad=True)
-            for number, size in enumerate(sizes)
+            new_tensor(f"fp32/{number}", (size,), flat.kinds["fp32"], requires_grad=True)
+            for number, (flat, size) in enumerate(zip(self.buffers, sizes, strict=True))
         ]
 
     def _flat(self, rank: int) -> dict[str, object]:
         kept = kept_entries(self.checkpoint)
-        padded = [flat.padded(self.dp, zero3=False) for flat in self.flats]
-        paddings = [size - self.used(number, rank) for number, size in enumerate(padded)]
+        paddings = [flat.partition_numel - self.used(flat, rank) for flat in self.buffers]
         if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
-            counts = [self.dp // flat.ep for flat in self.flats]
-            last = [self.share(flat, rank) == count - 1 for flat, count in zip(self.flats, counts, strict=True)]
-            sizes = zip(padded, counts, self.flats, last, strict=True)
-            paddings = [size * count - flat.numel if of_last else 0 for size, count, flat, of_last in sizes]
+            last = [self.share(flat, rank) == flat.ranks - 1 for flat in self.buffers]
+            every = [flat.partition_numel * flat.ranks - flat.numel for flat in self.buffers]
+            paddings = [numel if of_last else 0 for numel, of_last in zip(every, last, strict=True)]
         entries: dict[str, object] = {
             key: kept[key] for key in _KEPT if key in kept and (self.kind != "bf16" or key == "clip_grad")
         }
@@ -177,18 +124,17 @@ class OptimizerTarget:
             entries["zero_stage"] = ObjectRecord(callable=_STAGE, args=(self.stage,))
         entries["group_paddings"] = paddings
         if self.kind == "zero":
-            entries["param_alignment_paddings"] = [[0] * len(flat.shapes) for flat in self.flats]
-        entries["partition_count"] = [self.dp // flat.ep for flat in self.flats]
+            entries["param_alignment_paddings"] = [[0] * len(flat.shapes) for flat in self.buffers]
+        entries["partition_count"] = [flat.ranks for flat in self.buffers]
         entries["ds_version"] = self.checkpoint.model.version
-        entries["param_slice_mappings"] = [self._addresses(flat, rank) for flat in self.flats]
+        entries["param_slice_mappings"] = [self._addresses(flat, rank) for flat in self.buffers]
         return entries
 
-    def _addresses(self, flat: Flat, rank: int) -> OrderedDict[str, object]:
+    def _addresses(self, flat: FlatBuffer, rank: int) -> OrderedDict[str, object]:
         """Each parameter's share of the partition, as `fragment_address(numel, start)`."""
-        chunk = max(1, flat.padded(self.dp, zero3=False))
         found: OrderedDict[str, object] = OrderedDict()
-        for name, shape in flat.shapes.items():
-            piece = Cut(chunk=chunk, phase=flat.offsets[name]).piece(self.share(flat, rank), prod(shape))
+        for name, cut in flat.cuts():
+            piece = cut.piece(self.share(flat, rank), prod(flat.shapes[name]))
             if piece is not None:
                 state = {"numel": piece.stop - piece.start, "start": piece.element_offset}
                 found[name] = ObjectRecord(callable=_ADDRESS, by_new=True, state=state, has_state=True)
@@ -234,49 +180,28 @@ def _buffer(name: str, number: int) -> str:
     return f"scalar/{name}/{number}"
 
 
-def make_flats(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], dp: int, *, sub_group_numel_most: int | None
-) -> tuple[list[Flat], list[Fault]]:
-    """The flat buffers of the target, and what keeps a group from being one; `sub_group_numel_most` for stage 3."""
-    flats: list[Flat] = []
+def make_buffers(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], kind: str, dp: int, *, sub_group_numel: int | None
+) -> tuple[list[FlatBuffer], list[Fault]]:
+    """The flat buffers of the target, and what keeps a group from being one; `sub_group_numel` for stage 3."""
     faults: list[Fault] = []
-    for g, shapes in enumerate(order):
-        if not shapes:
-            continue
-        ep = ep_of(checkpoint.facts.groups[g]) if checkpoint.facts is not None else 1
-        held = experts_held(checkpoint.model.trainable, ep) if ep > 1 else {}
-        own = dict(islice(shapes.items(), len(shapes) // ep))
-        for part in sub_groups(own, dp, sub_group_numel_most):
-            every = shapes if ep > 1 else part
-            kinds = {name: _kinds(checkpoint, name) for name in every}
-            scalars = {name: _scalars(checkpoint, name) for name in every}
-            first = next(iter(part))
-            for name in every:
-                if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
-                    what = "has other optimizer states than its param group's first parameter"
-                    what += ": a flat buffer keeps one of each"
-                    mend = "--to universal, which keeps each parameter's own"
-                    expected = f"the states and steps of {first}"
-                    faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
-            flats.append(Flat(group=g, shapes=part, kinds=kinds[first], scalars=scalars[first], ep=ep, held=held))
-    return flats, faults
-
-
-def sub_groups(shapes: Mapping[str, Shape], dp: int, most: int | None) -> Iterator[dict[str, Shape]]:
-    """Stage 3 ends a sub-group after the parameter with which its share reaches `sub_group_size`."""
-    if most is None or most >= sub_group_numel(shapes, dp):
-        yield dict(shapes)
-        return
-    part: dict[str, Shape] = {}
-    numel = 0
-    for name, shape in shapes.items():
-        part[name] = shape
-        numel += chunk_numel(shape, dp)
-        if numel >= most:
-            yield part
-            part, numel = {}, 0
-    if part:
-        yield part
+    sizes = [ep_of(group) for group in checkpoint.facts.groups] if checkpoint.facts is not None else [1] * len(order)
+    own = [dict(islice(shapes.items(), len(shapes) // ep)) for shapes, ep in zip(order, sizes, strict=True)]
+    made = arranged(own, RULES[kind], [dp // ep for ep in sizes], sub_group_numel=sub_group_numel)
+    for number, buffer in enumerate(made):
+        every = order[buffer.group] if sizes[buffer.group] > 1 else buffer.shapes
+        kinds = {name: _kinds(checkpoint, name) for name in every}
+        scalars = {name: _scalars(checkpoint, name) for name in every}
+        first = next(iter(buffer.shapes))
+        for name in every:
+            if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
+                what = "has other optimizer states than its param group's first parameter"
+                what += ": a flat buffer keeps one of each"
+                mend = "--to universal, which keeps each parameter's own"
+                expected = f"the states and steps of {first}"
+                faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
+        made[number] = replace(buffer, kinds=kinds[first], scalars=scalars[first])
+    return made, faults
 
 
 def _kinds(checkpoint: ZeroCheckpoint, name: str) -> dict[str, ElementType]:
@@ -339,7 +264,7 @@ class ModelTarget:
         module = self._placeholders(saved) if self.stage == 3 else self._whole(saved)
         for name, (shape, dtype) in frozen.items():
             fragments[name] = (
-                new_tensor(f"frozen/{name}", (chunk_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
+                new_tensor(f"frozen/{name}", (slice_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
             )
         # None where the save left frozen parameters out: where DeepSpeed finds some, it wants all (engine.py, 0.19.8).
         keeps_frozen = self.stage >= 2 and bool(frozen)
@@ -490,22 +415,17 @@ def dealt_in_turn(checkpoint: ZeroCheckpoint) -> bool:
 
 def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
     """Whether the second parameter of a flat buffer is another than its param group's: any such order shows there."""
-    listed: dict[int, list[str]] = {number: [] for number in column.shapes}
+    shapes = {buffer.number: buffer.shapes for buffer in column.buffers}
+    listed: dict[int, list[str]] = {number: [] for number in shapes}
     for name in column.files:
-        if all(len(names) >= min(2, len(column.shapes[number])) for number, names in listed.items()):
+        if all(len(names) >= min(2, len(shapes[number])) for number, names in listed.items()):
             break
         said = checkpoint.listing.read(name, read_optim_states).entries.get("param_slice_mappings")
         for number, names in listed.items():
             mapping = said[number] if isinstance(said, list) and number < len(said) else {}
             own = mapping if isinstance(mapping, dict) else {}
-            names += (one for one in map(str, own) if one in column.shapes[number] and one not in names)
-    return any(names[:2] != list(column.shapes[number])[: len(names[:2])] for number, names in listed.items())
-
-
-def turned_back(members: list[str], dp: int) -> list[str]:
-    """What `_round_robin_reorder` of stages 1 and 2 has made this order of (runtime/zero/stage_1_and_2.py)."""
-    places = [place for first in range(dp) for place in range(first, len(members), dp)]
-    return [name for _, name in sorted(zip(places, members, strict=True))]
+            names += (one for one in map(str, own) if one in shapes[number] and one not in names)
+    return any(names[:2] != list(shapes[number])[: len(names[:2])] for number, names in listed.items())
 
 
 def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
@@ -568,7 +488,7 @@ def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     if dealt_in_turn(checkpoint):
         what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
         yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
-    held = [list(shapes) for column in checkpoint.columns for shapes in column.shapes.values()]
+    held = [list(buffer.shapes) for column in checkpoint.columns for buffer in column.buffers]
     if checkpoint.listing.experts and any(names != by_number(names) for names in held):
         what = "has experts in another order than that of layers and numbers"
         yield UnsupportedLayout.fault(folder, what, "each layer's, one after another", "others", mend=mend)

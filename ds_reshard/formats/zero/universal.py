@@ -26,7 +26,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.zero.layout import whole
+from ds_reshard.formats.zero.flat import whole
 from ds_reshard.formats.zero.model_states import ModelStates, Shape, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state

@@ -15,8 +15,8 @@ from functools import partial
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
+from ds_reshard.formats.zero.flat import by_key, in_one_shard
 from ds_reshard.formats.zero.grid_target import redivisions, said_of_all
-from ds_reshard.formats.zero.layout import alone, by_key
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
     ModelTarget,
@@ -47,7 +47,7 @@ def universal_target(checkpoint: ZeroCheckpoint) -> Target:
     ]
     units, divided = _cut(checkpoint, keys), said_of_all(checkpoint)
     placements = [
-        alone(checkpoint.layout[key], number, family=TENSORS, buffer=f"{key.kind}/{key.name}")
+        in_one_shard(checkpoint.layout[key], number, family=TENSORS, buffer=f"{key.kind}/{key.name}")
         for number, members in enumerate(units)
         for key in members
     ]

@@ -8,7 +8,7 @@ from functools import partial
 from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.layout import alone, by_key, whole
+from ds_reshard.formats.zero.flat import by_key, in_one_shard, whole
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.target import first_names, quantized_faults, whole_tensors
 from ds_reshard.model.layout import Layout, Placement, TensorKey
@@ -33,7 +33,7 @@ def safetensors_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     placements, units = [], []
     for number, (name, group) in enumerate(files.items()):
         tensors = {key.name: new_tensor(str(key), weights[key].shape, weights[key].dtype) for key in group}
-        placements += [alone(weights[key], number, family="weights", buffer=str(key)) for key in group]
+        placements += [in_one_shard(weights[key], number, family="weights", buffer=str(key)) for key in group]
         file = TargetFile(name=name, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
         units.append(Unit(family="weights", shard=number, files=(file,)))
     return Target(
@@ -52,7 +52,9 @@ def torch_target(checkpoint: ZeroCheckpoint, dtype: str | None) -> Target:
     for key, placement in checkpoint.layout.placements.items():
         if key.kind != "weight":
             kinds.setdefault(key.kind, []).append(placement)
-    placements = {p.key: alone(p, 0, family=p.key.kind, buffer=str(p.key)) for group in kinds.values() for p in group}
+    placements = {
+        p.key: in_one_shard(p, 0, family=p.key.kind, buffer=str(p.key)) for group in kinds.values() for p in group
+    }
     trees = {
         kind: {p.key.name: new_tensor(str(p.key), p.shape, p.dtype) for p in group} for kind, group in kinds.items()
     }

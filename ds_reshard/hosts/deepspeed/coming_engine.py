@@ -8,7 +8,7 @@ of DeepSpeed 0.19.8.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import ceil, gcd, prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -18,9 +18,8 @@ import torch
 from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.experts import expert_of
-from ds_reshard.formats.zero.layout import chunk_numel, flat_numel, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.flat import Rule, arranged, slice_numel
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.target import sub_groups
 from ds_reshard.hooks import Seam
 from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel
@@ -225,39 +224,39 @@ def _wrapper(
     flats: list[list[torch.Tensor]] = [[] for _ in orders]
     if kind.name == "torch":
         return optimizer_of(config, checkpoint, model, kind.cls, [list(group.values()) for group in orders])
+    shapes = [_shapes(group) for group in orders]
     if kind.name == "zero3":
         _partition(model.module, place.size)
-        subs = [
-            (g, list(part))
-            for g, group in enumerate(orders)
-            for part in sub_groups(_shapes(group), place.size, int(zero.sub_group_size))
+        counts, most = [place.size] * len(orders), int(zero.sub_group_size)
+        buffers = arranged(shapes, Rule.EACH, counts, sub_group_numel=most)
+        masters = [_flat(buffer.partition_numel, torch.float32) for buffer in buffers]
+        made["fp32_partitioned_groups_flat"] = masters
+        made["fp16_partitioned_groups_flat"] = [
+            _flat(buffer.partition_numel, kind.dtype or torch.float32) for buffer in buffers
         ]
-        sizes = [sub_group_numel({name: param_shape(orders[g][name]) for name in part}, place.size) for g, part in subs]
-        made["fp32_partitioned_groups_flat"] = masters = [_flat(size, torch.float32) for size in sizes]
-        made["fp16_partitioned_groups_flat"] = [_flat(size, kind.dtype or torch.float32) for size in sizes]
-        made["fp16_groups"] = [[orders[g][name] for name in part] for g, part in subs]
-        made["sub_group_to_group_id"] = {number: g for number, (g, _) in enumerate(subs)}
-        made["subgroup_to_device"] = _places(zero.offload_optimizer, len(subs))
-        for (g, _), flat in zip(subs, masters, strict=True):
-            flats[g].append(flat)
+        made["fp16_groups"] = [[orders[buffer.group][name] for name in buffer.shapes] for buffer in buffers]
+        made["sub_group_to_group_id"] = {buffer.number: buffer.group for buffer in buffers}
+        made["subgroup_to_device"] = _places(zero.offload_optimizer, len(buffers))
+        for buffer, flat in zip(buffers, masters, strict=True):
+            flats[buffer.group].append(flat)
     elif kind.name in ("zero", "bf16"):
-        turns = bool(zero.round_robin_gradients) and kind.name == "zero"
-        turned = [
-            _turned(list(group.items()), share.size) if turns else list(group.items())
-            for group, share in zip(orders, shares, strict=True)
-        ]
         aligned = kind.name == "zero" and bool(getattr(zero, "parameter_alignment", False))
-        gaps = [_gaps([param for _, param in group], kind.dtype or torch.float32, aligned) for group in turned]
-        for g, group in enumerate(turned):
-            shapes = {name: param_shape(param) for name, param in group}
-            flats[g] = [_flat(partition_numel(flat_numel(shapes, gaps[g]), shares[g].size), torch.float32)]
-        params = [[param for _, param in group] for group in turned]
+        itemsize = torch.empty(0, dtype=kind.dtype or torch.float32).element_size()
+        buffers = arranged(
+            shapes,
+            Rule.FLAT,
+            [share.size for share in shares],
+            round_robin=bool(zero.round_robin_gradients) and kind.name == "zero",
+            alignment=16 // gcd(16, itemsize) if aligned else 1,
+        )
+        flats = [[_flat(buffer.partition_numel, torch.float32)] for buffer in buffers]
+        params = [[orders[buffer.group][name] for name in buffer.shapes] for buffer in buffers]
         if kind.name == "bf16":
             made |= {"bf16_groups": params, "fp32_groups_flat_partition": [flat for (flat,) in flats]}
         else:
             made |= {"bit16_groups": [list(group.values()) for group in orders], "round_robin_bit16_groups": params}
             made |= {"single_partition_of_fp32_groups": [flat for (flat,) in flats]}
-            made |= {"round_robin_bit16_padding": gaps}
+            made |= {"round_robin_bit16_padding": [buffer.gaps or [0] * len(buffer.shapes) for buffer in buffers]}
     elif kind.name == "fused":
         flats = [[_flat(sum(map(prod, _shapes(group).values())), torch.float32)] for group in orders]
         made |= {"fp16_groups": [list(group.values()) for group in orders]}
@@ -296,7 +295,7 @@ def _partition(module: torch.nn.Module, dp: int) -> None:
     """Every parameter as stage 3 marks it (runtime/zero/partition_parameters.py)."""
     for number, param in enumerate(module.parameters()):
         shape = tuple(param.shape)
-        part = torch.empty(chunk_numel(shape, dp), dtype=param.dtype, device=_META)
+        part = torch.empty(slice_numel(shape, dp), dtype=param.dtype, device=_META)
         for name, value in {"ds_id": number, "ds_shape": shape, "ds_numel": prod(shape), "ds_tensor": part}.items():
             setattr(param, name, value)
 
@@ -307,22 +306,6 @@ def _shapes(group: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 def _flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.nn.Parameter(torch.empty(numel, dtype=dtype, device=_META))
-
-
-def _turned(items: list[tuple[str, torch.nn.Parameter]], ranks: int) -> list[tuple[str, torch.nn.Parameter]]:
-    """`_round_robin_reorder`."""
-    return [item for rank in range(min(ranks, len(items))) for item in items[rank::ranks]]
-
-
-def _gaps(params: Sequence[torch.Tensor], dtype: torch.dtype, aligned: bool) -> list[int]:
-    """Elements after each parameter of a flat buffer, the last one without any."""
-    itemsize = torch.empty(0, dtype=dtype).element_size()
-    alignment, at, found = (16 // gcd(16, itemsize) if aligned else 1), 0, list[int]()
-    for number, param in enumerate(params):
-        at += prod(param_shape(param))
-        found.append(0 if number == len(params) - 1 else -at % alignment)
-        at += found[-1]
-    return found
 
 
 def _loss_scaler(ds: DeepSpeedConfig, dtype: torch.dtype | None) -> object:

@@ -13,9 +13,9 @@ import torch
 from ds_reshard.errors import ConfigError, ModelMismatch, error_of, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.flat import turned_back
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
-from ds_reshard.formats.zero.target import turned_back
 from ds_reshard.hosts.deepspeed.unfound import saved_shapes
 from ds_reshard.model.records import TensorRecord
 

@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
-from ds_reshard.formats.zero.layout import flat_numel, partition_numel, sub_group_numel
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule, Shape
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
 from ds_reshard.operations.ranks import answered, rank, world_size
@@ -28,23 +27,12 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 
-Shape = tuple[int, ...]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LiveBuffer(FlatBuffer):
+    """A flat buffer of an engine, with the fp32 tensor of this rank's masters and its number among those that share."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlatBuffer:
-    """One flat buffer of this rank: its parameters in order, and the fp32 tensor that holds its masters.
-
-    A param group at stages 1 and 2, a sub-group at stage 3. `gaps[i]` elements follow parameter i in
-    the group (`parameter_alignment`); `group` is the param group that the buffer belongs to. `share` is this rank's
-    place among the ranks that divide the buffer, and their number, where these are not all of the optimizer's.
-    """
-
-    shapes: dict[str, Shape]
     fp32: torch.Tensor
-    gaps: tuple[int, ...] | None
-    group: int
-    share: tuple[int, int] | None = None
+    rank: int
 
 
 MOMENTUM = "momentum_buffer"
@@ -66,7 +54,7 @@ class LiveOptimizer:
     stage: int
     rank: int
     dp: int
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[LiveBuffer, ...]
     groups: tuple[dict[str, object], ...]
     order: tuple[dict[str, Shape], ...]
 
@@ -78,12 +66,7 @@ class LiveOptimizer:
         """Where a flat buffer has not the size that the layout rule gives it: the rule is then not this engine's."""
         found = []
         for number, buffer in enumerate(self.buffers):
-            if self.kind == "zero3":
-                expected = sub_group_numel(buffer.shapes, self.share(buffer)[1])
-            elif self.replicated:
-                expected = sum(prod(shape) for shape in buffer.shapes.values())
-            else:
-                expected = partition_numel(flat_numel(buffer.shapes, buffer.gaps), self.share(buffer)[1])
+            expected = buffer.partition_numel
             if buffer.fp32.numel() != expected:
                 found.append(
                     UnsupportedLayout.fault(
@@ -96,11 +79,7 @@ class LiveOptimizer:
                 )
         return found
 
-    def share(self, buffer: FlatBuffer) -> tuple[int, int]:
-        """This rank's place among the ranks that divide a buffer, and their number."""
-        return buffer.share or (self.rank, self.dp)
-
-    def whole_kinds(self, buffer: FlatBuffer) -> frozenset[str]:
+    def whole_kinds(self, buffer: LiveBuffer) -> frozenset[str]:
         """The states of which this rank keeps, of each parameter that it has a part of, the whole (`whole_members`)."""
         return frozenset({MOMENTUM} if self.kind == "zero" and self.groups[buffer.group].get("use_muon") else ())
 
@@ -186,14 +165,15 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
     optimizer, names = engine.optimizer, param_names(engine)
     # a PipelineModule's BF16_Optimizer divides its masters at stage 0 too (`_configure_bf16_optimizer`, engine.py)
     stage = int(engine.zero_optimization_stage()) or int(kind == "bf16")
-    buffers = tuple(_buffers(kind, optimizer, names))
-    groups = tuple(getattr(optimizer, "optimizer", optimizer).param_groups)
     group = None if stage == 0 else optimizer.dp_process_group
+    place = (0, 1) if group is None else (rank(group), world_size(group))
+    buffers = tuple(_buffers(kind, optimizer, names, place))
+    groups = tuple(getattr(optimizer, "optimizer", optimizer).param_groups)
     return LiveOptimizer(
         kind=kind,
         stage=stage,
-        rank=0 if group is None else rank(group),
-        dp=1 if group is None else world_size(group),
+        rank=place[0],
+        dp=place[1],
         buffers=buffers,
         groups=groups,
         order=_order(kind, optimizer, names, buffers, len(groups)),
@@ -201,7 +181,7 @@ def live_optimizer(engine: DeepSpeedEngine) -> LiveOptimizer | None:
 
 
 def _order(
-    kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str], buffers: tuple[FlatBuffer, ...], groups: int
+    kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str], buffers: tuple[LiveBuffer, ...], groups: int
 ) -> tuple[dict[str, Shape], ...]:
     if kind == "zero":
         return tuple(_shapes(params, names) for params in optimizer.bit16_groups)
@@ -244,15 +224,22 @@ def _held(kind: str, optimizer: ZeROOptimizer) -> Iterator[tuple[int, Sequence[t
             yield number, params, masters
 
 
-def _buffers(kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str]) -> Iterator[FlatBuffer]:
+def _buffers(
+    kind: str, optimizer: ZeROOptimizer, names: dict[torch.Tensor, str], place: tuple[int, int]
+) -> Iterator[LiveBuffer]:
+    """The flat buffers of an optimizer that this rank, as `place` says, shares with so many."""
     gaps = getattr(optimizer, "round_robin_bit16_padding", None) if kind == "zero" else None
-    for number, params, fp32 in _held(kind, optimizer):
-        yield FlatBuffer(
+    for at, (number, params, fp32) in enumerate(_held(kind, optimizer)):
+        own, ranks = _share(kind, optimizer, number) or place
+        yield LiveBuffer(
             shapes=_shapes(params, names),
-            fp32=fp32,
-            gaps=tuple(gaps[number]) if gaps else None,
+            rule=RULES.get(kind, Rule.REPLICATED),
+            ranks=ranks,
+            number=at,
             group=_group(kind, optimizer, number, fp32),
-            share=_share(kind, optimizer, number),
+            gaps=tuple(gaps[number]) if gaps else None,
+            fp32=fp32,
+            rank=own,
         )
 
 

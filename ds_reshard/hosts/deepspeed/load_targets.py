@@ -13,12 +13,12 @@ import torch
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.layout import flat_group, sliced, sub_group, whole, whole_members, whole_numel
+from ds_reshard.formats.zero.flat import sliced, whole
 from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.hosts.deepspeed.divided import Share
 from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Unloaded, entries_unloaded, unloaded_faults
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import MOMENTUM, FlatBuffer, LiveOptimizer
+from ds_reshard.hosts.deepspeed.live import MOMENTUM, LiveBuffer, LiveOptimizer
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
@@ -63,9 +63,12 @@ class Wants:
     wholes: set[str] = field(default_factory=set)
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
-    def share(self, place: int, size: int) -> Wants:
-        """What is wanted of buffers that so many ranks divide, of which this is one, and not all of the run."""
-        return self.shares.setdefault((place, size), Wants(checkpoint=self.checkpoint, divided=self.divided))
+    def of_buffer(self, buffer: LiveBuffer, live: LiveOptimizer) -> Wants:
+        """Where what is wanted of a buffer belongs: apart, if not all ranks of the run share it."""
+        if buffer.ranks == live.dp:
+            return self
+        own = Wants(checkpoint=self.checkpoint, divided=self.divided)
+        return self.shares.setdefault((buffer.rank, buffer.ranks), own)
 
     def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
         """Want `source` in a buffer that the engine already has."""
@@ -262,7 +265,7 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
     """
     checkpoint = wants.checkpoint
     flats = engine.optimizer.fp16_partitioned_groups_flat
-    for number, (buffer, flat) in enumerate(zip(live.buffers, flats, strict=True)):
+    for buffer, flat in zip(live.buffers, flats, strict=True):
         held = all(has(checkpoint, name, "weight") for name in buffer.shapes if prod(buffer.shapes[name]))
         kind = "weight" if held and not (masters and checkpoint.masters_in_module) else "fp32"
         saved = [
@@ -271,9 +274,8 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
         dtype = element_type(flat.dtype)
         if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
             continue
-        into = wants.share(*buffer.share) if buffer.share is not None else wants
-        size = live.share(buffer)[1]
-        for placement in sub_group(buffer.shapes, size, {"weight": dtype}, number=number, family=RUN):
+        into = wants.of_buffer(buffer, live)
+        for placement in buffer.placements(RUN, {"weight": dtype}):
             source = TensorKey(name=placement.key.name, kind=kind)
             if source in checkpoint.layout and placement.numel:
                 into.existing(placement, source, flat)
@@ -299,7 +301,7 @@ def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer
 
 def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: bool) -> None:
     """Want this rank's partitions: fp32 masters in place, states in fresh buffers beside them."""
-    for number, buffer in enumerate(live.buffers):
+    for buffer in live.buffers:
         kinds: dict[str, ElementType] = {}
         if masters and any(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
             kinds["fp32"] = element_type(buffer.fp32.dtype)
@@ -307,15 +309,15 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
             kinds |= state_kinds(wants.checkpoint, buffer)
         wholes = {kind: kinds.pop(kind) for kind in live.whole_kinds(buffer) & kinds.keys()}
         if wholes:
-            _want_wholes(wants, live, buffer, wholes, number)
-        for placement in _flat_placements(buffer, live, kinds, number):
+            _want_wholes(wants, live, buffer, wholes)
+        for placement in buffer.placements(RUN, kinds):
             key = placement.key
             if not placement.numel:
                 continue
             if key not in wants.checkpoint.layout:
                 wants.absent.append(key.name)
                 continue
-            into = wants.share(*buffer.share) if buffer.share is not None else wants
+            into = wants.of_buffer(buffer, live)
             if key.kind == "fp32":
                 into.existing(placement, key, buffer.fp32)
             else:
@@ -326,13 +328,11 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
         wants.faults.append(fault)
 
 
-def _want_wholes(
-    wants: Wants, live: LiveOptimizer, buffer: FlatBuffer, kinds: Mapping[str, ElementType], number: int
-) -> None:
+def _want_wholes(wants: Wants, live: LiveOptimizer, buffer: LiveBuffer, kinds: Mapping[str, ElementType]) -> None:
     """Want states of which this rank keeps those of whole parameters, whatever part of them it has."""
-    numel = whole_numel(buffer.shapes, buffer.gaps, live.dp, live.rank)
+    numel = buffer.whole_numel(live.rank)
     wants.wholes |= kinds.keys()
-    for name, places in whole_members(buffer.shapes, buffer.gaps, live.dp):
+    for name, places in buffer.whole_members():
         shape, at = buffer.shapes[name], dict(places).get(live.rank)
         if at is None or not prod(shape):
             continue
@@ -342,11 +342,11 @@ def _want_wholes(
                 wants.absent.append(name)
                 continue
             cut = Cut(chunk=prod(shape), origin=at, first=live.rank)
-            placement = Placement(key, shape, dtype, RUN, f"{kind}/{number}", cut, Box.whole(shape))
+            placement = Placement(key, shape, dtype, RUN, f"{kind}/{buffer.number}", cut, Box.whole(shape))
             wants.fresh(placement, key, numel, buffer.fp32.device)
 
 
-def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, ElementType]:
+def state_kinds(checkpoint: ZeroCheckpoint, buffer: LiveBuffer) -> dict[str, ElementType]:
     """The states that follow the buffer's parameters in the checkpoint, with their types."""
     kinds: dict[str, ElementType] = {}
     for name, shape in buffer.shapes.items():
@@ -355,16 +355,6 @@ def state_kinds(checkpoint: ZeroCheckpoint, buffer: FlatBuffer) -> dict[str, Ele
                 if kind not in ("weight", "fp32"):
                     kinds[kind] = checkpoint.layout[TensorKey(name=name, kind=kind)].dtype
     return kinds
-
-
-def _flat_placements(
-    buffer: FlatBuffer, live: LiveOptimizer, kinds: dict[str, ElementType], number: int
-) -> Iterator[Placement]:
-    size = live.share(buffer)[1]
-    if live.kind == "zero3":
-        return sub_group(buffer.shapes, size, kinds, number=number, family=RUN)
-    placements = flat_group(buffer.shapes, buffer.gaps, size, kinds, number=number, family=RUN)
-    return (placement._replace(replicated=live.replicated) for placement in placements)
 
 
 KEPT = {
@@ -492,7 +482,7 @@ def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fa
         yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
 
 
-def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, object]) -> frozenset[str] | None:
+def _own_states(optimizer: object, buffer: LiveBuffer, group: Mapping[str, object]) -> frozenset[str] | None:
     """The states that an optimizer keeps of a buffer's parameters, of its shape; None where that is unknown."""
     if buffer.fp32.numel() < 2:
         return None  # a state of one value may be any
@@ -506,7 +496,7 @@ def _own_states(optimizer: object, buffer: FlatBuffer, group: Mapping[str, objec
     return None if found is None else frozenset(name for name, follows in found.items() if follows)
 
 
-def _known_states(kind: type, group: Mapping[str, object], buffer: FlatBuffer) -> Mapping[str, bool] | None:
+def _known_states(kind: type, group: Mapping[str, object], buffer: LiveBuffer) -> Mapping[str, bool] | None:
     """What optimizers that are known keep of a buffer; Adafactor keeps other states of a matrix than of a vector."""
     home = kind.__module__.partition(".")[0]
     if home in ("torch", "transformers"):

@@ -350,10 +350,10 @@ def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.
     optimizer = engine.optimizer
     if live.kind == "zero":
         groups = optimizer.parallel_partitioned_bit16_groups
-        return [parts[live.share(of)[0]] for parts, of in zip(groups, live.buffers, strict=True)]
+        return [parts[of.rank] for parts, of in zip(groups, live.buffers, strict=True)]
     if live.kind == "bf16":
         groups = optimizer.bf16_partitioned_groups
-        return [parts[live.share(of)[0]] for parts, of in zip(groups, live.buffers, strict=True)]
+        return [parts[of.rank] for parts, of in zip(groups, live.buffers, strict=True)]
     if live.kind == "zero3":
         return list(optimizer.fp16_partitioned_groups_flat)
     if live.kind == "fused":

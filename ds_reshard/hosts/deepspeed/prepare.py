@@ -13,6 +13,7 @@ from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, Unsuppor
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
+from ds_reshard.formats.zero.flat import Shape
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.rows import padding_rules
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -44,7 +45,7 @@ from ds_reshard.hosts.deepspeed.entries import (
 )
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, Shape, live_kind, param_shape
+from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, param_shape
 from ds_reshard.hosts.deepspeed.load_targets import (
     Wants,
     entries_of,
@@ -382,8 +383,8 @@ def same_layout(
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
 
 
-def _gaps(gaps: tuple[int, ...] | None) -> tuple[int, ...] | None:
-    return gaps if gaps and any(gaps) else None
+def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:
+    return tuple(gaps) if gaps and any(gaps) else None
 
 
 def live_model(
