@@ -10,16 +10,21 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from nanotron_builder import Run, write
 from safetensors.torch import load_file
 from test_fsdp_files import saved
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_reshard.containers.dcp_directory import read_directory
+from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.errors import ReshardError
+from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.operations import convert, plan
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
@@ -126,3 +131,54 @@ def test_chunks_of_states_decide_no_weights_where_both_lie_in_one_file(
     assert expected.keys() == found.keys() and all(torch.equal(expected[name], one) for name, one in found.items())
     with pytest.raises(ReshardError):
         convert(str(folder), str(tmp_path / "whole"), to="pytorch")
+
+
+def _asked(sound: Path) -> dict[str, torch.Tensor]:
+    """Empty tensors for the weights of a folder, in the type of the weights: masters are the optimizer's."""
+    source = open_checkpoint(find_listing(str(sound), None))
+    keys = {key.name: placement for key, placement in source.layout.placements.items() if key.kind == "weight"}
+    return {name: torch.full(one.shape, 7.0, dtype=torch_dtype(one.dtype)) for name, one in keys.items()}
+
+
+def _read(folder: Path, wanted: object, planner: dcp.DefaultLoadPlanner) -> None:
+    dcp.load(wanted, storage_reader=Reader(str(folder)), planner=planner)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("kind", [kind for kind in FILES if kind != "zero3"])
+def test_a_reader_of_torch_reads_the_model_alone_and_tells_who_asks_for_more(
+    folders: Callable[[str], Path], tmp_path: Path, kind: str, fault: str
+) -> None:
+    folder, sound = tmp_path / "saved", folders(kind)
+    shutil.copytree(sound, folder)
+    FAULTS[fault](sorted(folder.glob(FILES[kind])))
+    expected, found = ({"model": _asked(sound)} for _ in range(2))
+    _read(sound, expected, LoadPlanner())
+    _read(folder, found, dcp.DefaultLoadPlanner())
+    assert all(torch.equal(one, expected["model"][name]) for name, one in found["model"].items())
+    if not list(folder.glob(FILES[kind])) and kind in ("pytorch", "fsdp"):  # it is a checkpoint of weights
+        return
+    if (kind, fault) == ("universal", "one is missing"):  # the file of a master: moments have files of their own
+        return
+    kinds = {
+        name: {kind: torch.zeros(one.shape) for kind in ("exp_avg", "exp_avg_sq")}
+        for name, one in _asked(sound).items()
+    }
+    for state, planner, partial in product((kinds, {}), (LoadPlanner, dcp.DefaultLoadPlanner), (False, True)):
+        wanted = {"model": _asked(sound), "optimizer": {"state": state, "param_groups": [{"params": list(kinds)}]}}
+        with pytest.raises(CheckpointException) as raised:
+            _read(folder, wanted, planner(allow_partial_load=partial))
+        (error,) = raised.value.failures.values()
+        assert isinstance(error[0], ReshardError), error
+
+
+def test_masters_of_an_optimizer_that_cannot_be_read_are_not_made_of_weights(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "saved"
+    shutil.copytree(folders("bf16"), folder)
+    FAULTS["cut"](sorted(folder.glob(FILES["bf16"])))
+    with pytest.raises(CheckpointException) as raised:
+        _read(folder, {"model": {name: one.float() for name, one in _asked(folders("bf16")).items()}}, LoadPlanner())
+    (error,) = raised.value.failures.values()
+    assert "of a type that was not saved" in str(error[0]) and "optim_states.pt" in str(error[0])

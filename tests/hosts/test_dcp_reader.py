@@ -277,6 +277,25 @@ def test_a_damaged_shard_is_seen(worlds: Any, saves: Saves, tmp_path: Path) -> N
         assert "ChecksumMismatch" in told and path.name in told
 
 
+@pytest.mark.parametrize("cut", [(0, 1), (1,)], ids=["all shards are cut", "the second is"])
+def test_ranks_read_the_model_alone_whatever_the_optimizer_is(
+    worlds: Any, saves: Saves, tmp_path: Path, cut: tuple[int, ...]
+) -> None:
+    folder, saved = saves(Run(1, 2, "fp32"), Model())
+    shutil.copytree(folder, tmp_path / "made")
+    for number, path in enumerate(sorted((tmp_path / "made").rglob("*optim_states.pt"))):
+        if number in cut:
+            path.write_bytes(path.read_bytes()[:1000])
+    loaded = worlds[2].run("dcp_jobs.missing", folder=str(tmp_path / "made"), model=Model(), ours=False, partial=True)
+    truth = gathered(saved)
+    for text, _, weights in loaded:
+        assert not text
+        found = {name: tensor for name, tensor in weights.items() if not name.startswith("mo")}
+        assert found and all(same_bits(tensor.view(-1), truth[name, "fp32"]) for name, tensor in found.items())
+    (told, _) = worlds[2].run("dcp_jobs.raised", folder=str(tmp_path / "made"), model=Model())
+    assert "CheckpointDamaged" in told and "optim_states.pt" in told
+
+
 def test_a_folder_that_one_rank_lacks_is_told_to_all(worlds: Any, saves: Saves) -> None:
     folder, _ = saves(Run(1, 2, "fp32"), Model())
     first, second = worlds[2].run("dcp_jobs.opened", folders=[str(folder), f"{folder}-else"])

@@ -30,13 +30,24 @@ from torch.futures import Future
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digests
-from ds_reshard.errors import Fault, ModelMismatch, as_faults, raise_faults, wrong_value
+from ds_reshard.containers.pickle_rules import UNSAFE
+from ds_reshard.errors import (
+    Fault,
+    ModelMismatch,
+    ReshardError,
+    UnsafePickle,
+    as_faults,
+    faults_of,
+    raise_faults,
+    wrong_value,
+)
 from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.formats.dcp.entries import Matched, Unasked, join, left_out, named, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
+from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
@@ -71,15 +82,31 @@ class LoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None, "torch gives the metadata before it asks for a plan"
         saved = self.metadata.state_dict_metadata
         for key, value in self.state_dict.items():
-            told = saved.get(key)
-            if told is None and not self.allow_partial_load:
+            if key not in saved and not self.allow_partial_load:
                 mend = "leave it out of the state dict, or LoadPlanner(allow_partial_load=True) to keep it"
                 yield ModelMismatch.fault(key, "is asked for, and the checkpoint has no such key", mend=mend)
+            told = saved.get(key)
             size = getattr(value, "size", None)
             if isinstance(told, TensorStorageMetadata) and callable(size) and told.size != size():
                 what, mend = "has another shape in the checkpoint", "build the model that was saved"
                 yield ModelMismatch.fault(key, what, str(list(size())), str(list(told.size)), mend=mend)
             yield from off_mesh(key, value)
+
+
+class WeightsAlone(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
+    """What there is by its key, of a checkpoint whose optimizer cannot be opened: who asks for that is told why."""
+
+    def __init__(
+        self, told: Mapping[str, TensorStorageMetadata | BytesStorageMetadata], optimizer: str, faults: Sequence[Fault]
+    ) -> None:
+        super().__init__(told)
+        self._states = (f"{optimizer}.",) if optimizer else ("state.", "param_groups.")
+        self._faults = faults
+
+    def __contains__(self, key: object) -> bool:
+        there = super().__contains__(key)
+        raise_faults(self._faults if not there and str(key).startswith(self._states) else (), subject=_SUBJECT)
+        return there
 
 
 def off_mesh(key: str, value: object) -> Iterator[Fault]:
@@ -260,14 +287,32 @@ class Reader(StorageReader):
     @uncollected()
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
-        self._source = open_checkpoint(find_listing(self.checkpoint_id, self._tag), whole=False)
+        self._found = find_listing(self.checkpoint_id, self._tag)
+        self._unread: list[Fault] = []
+        try:
+            self._use(open_checkpoint(self._found, whole=False))
+        except UnsafePickle:
+            raise
+        except ReshardError as error:
+            self._use(open_checkpoint(self._found, whole=False, optimizer=False))
+            self._leave_out(faults_of(error))
         if self._group is None or self._group.rank() == 0:
             prove(self._source)  # all ranks are told what one finds
             for note in self._source.notes:
                 logger.warning("%s: %s", self._source.folder, note)
-        self._entries: Mapping[str, Entry] = entries(self._source, **self._names)
-        facts = self._source.facts
-        self._groups = Groups(facts.groups if facts is not None else (), self._source.shared, where=self._source.folder)
+
+    def _leave_out(self, faults: list[Fault]) -> None:
+        """Note why the optimizer is not open; loads of the weights alone go on."""
+        self._unread = faults
+        if rank(self._group) == 0:
+            told = "; ".join(fault.line() for fault in faults)
+            logger.warning("%s: the weights alone can be read: %s", self._source.folder, told)
+
+    def _use(self, source: Checkpoint) -> None:
+        self._entries: Mapping[str, Entry] = entries(source, **self._names)
+        facts = source.facts
+        self._groups = Groups(facts.groups if facts is not None else (), source.shared, where=source.folder)
+        self._source = source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Another checkpoint, where one is named."""
@@ -280,8 +325,9 @@ class Reader(StorageReader):
 
     def read_metadata(self, *args: object) -> Metadata:
         """Every tensor as one chunk, whole: which part of which file it is, is found when it is read."""
+        told = {key: _told(entry) for key, entry in self._entries.items()}
         return Metadata(
-            state_dict_metadata={key: _told(entry) for key, entry in self._entries.items()},
+            state_dict_metadata=WeightsAlone(told, self._names["optimizer"], self._unread) if self._unread else told,
             planner_data={key: entry.path for key, entry in self._entries.items()},
             storage_data={},
             storage_meta=StorageMeta(checkpoint_id=self.checkpoint_id),
@@ -299,10 +345,12 @@ class Reader(StorageReader):
     @uncollected()
     def read_data(self, plan: LoadPlan, planner: TorchPlanner) -> Future[None]:
         """Fill what the plan asks for; all faults of the plan are raised at once, before the first byte is moved."""
-        try:
-            filling, faults = self._asked(plan, planner)
-        except Exception as error:
-            filling, faults = None, as_faults(error, where=self.checkpoint_id)
+        filling, faults = self._asked(plan, planner)
+        states = self._asks_for_states(plan, planner)
+        if self._unread and (faults or states):
+            faults = [*faults, *self._unread]
+        elif faults and not states and not any(fault.error in UNSAFE for fault in faults):
+            filling, faults = self._without_optimizer(plan, planner, faults)
         self._warn(planner, faults)
         assert filling is not None
         try:
@@ -321,8 +369,34 @@ class Reader(StorageReader):
         done.set_result(None)
         return done
 
-    def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
+    def _asks_for_states(self, plan: LoadPlan, planner: TorchPlanner) -> bool:
+        wanted = optimizers(getattr(planner, "original_state_dict", {}))
+        return any(wanted) or any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
+
+    def _without_optimizer(
+        self, plan: LoadPlan, planner: TorchPlanner, faults: list[Fault]
+    ) -> tuple[Filling | None, list[Fault]]:
+        """The same of the weights alone, where none of these faults is theirs."""
+        whole = self._source
+        try:
+            self._use(open_checkpoint(self._found, whole=False, optimizer=False))
+        except ReshardError:
+            return None, faults
+        filling, others = self._asked(plan, planner)
+        if others:
+            self._use(whole)
+            return None, faults
+        self._leave_out(faults)
+        return filling, []
+
+    def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling | None, list[Fault]]:
         """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""
+        try:
+            return self._fill(plan, planner)
+        except Exception as error:
+            return None, as_faults(error, where=self.checkpoint_id)
+
+    def _fill(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
         shards = self._source.shards()
         self._source.states_alike = any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
         filling = Filling(shards.index, cast=self._cast)
