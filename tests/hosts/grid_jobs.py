@@ -73,8 +73,6 @@ def build(grid: Grid) -> Any:
         mpu.get_sequence_parallel_world_size, mpu.get_data_parallel_world_size = lambda: grid.sp, lambda: 1
         mpu.get_sequence_parallel_group = mpu.get_data_parallel_group
     groups = _groups(model)
-    if grid.layers == "no ties, last first":
-        groups = [{**group, "params": group["params"][::-1]} for group in groups]
     if grid.kind == "moe":
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 

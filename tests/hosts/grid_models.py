@@ -178,25 +178,18 @@ def _layers(kind: str, tp: int = 1, rank: int = 0) -> list[Any]:
     if kind.startswith("late"):
         early, late = (
             TiedLayerSpec("embed", Still, 0, forward_fn=of)
-            if kind == "late tie"
+            if kind.startswith("late tie")
             else TiedLayerSpec("embed", Quiet, forward_fn=of)
             for of in (whole, None)
         )
         return [early, LayerSpec(Block, 100, True), LayerSpec(Block, 200), late, LayerSpec(Norm, 400)]
-    first = head_first if kind == "no file" else None
+    first = head_first if kind.startswith("no file") else None
     if kind.startswith("no ties"):
         return [LayerSpec(Block, 100 * number) for number in range(1, 7 if kind.endswith("one more") else 6)]
     if kind == "odd ones":  # a layer without parameters, which has a file, and second names
         return [LayerSpec(Pair, 100), LayerSpec(torch.nn.Identity), LayerSpec(Block, 200, True), LayerSpec(Pair, 300)]
     if kind == "gains last":
         return [LayerSpec(Tie, 0), *(LayerSpec(Gain, 100 * number) for number in (1, 2, 3))]
-    if kind == "two ties":
-        (one, one_again), (two, two_again) = (
-            [TiedLayerSpec(key, Tie, start, forward_fn=of) for of in (None, head)]
-            for key, start in (("one", 0), ("two", 40))
-        )
-        blocks = [LayerSpec(Block, 100 * number) for number in (1, 2, 3)]
-        return [one, blocks[0], one_again, blocks[1], two, blocks[2], two_again]
     return [
         TiedLayerSpec("embed", Embedding, forward_fn=first),
         LayerSpec(Block, 100, True),

@@ -129,14 +129,6 @@ def test_an_unchanged_layout_costs_two(worlds: Any, saves: Saves, run: Run) -> N
     assert [[name for name, _ in collectives] for collectives, _ in told] == [[FOUND, READY]] * 2
 
 
-def test_other_stages_of_a_pipeline_at_stage_0_cost_one_more(worlds: Any, folders: Any) -> None:
-    """Every rank says the order of its param groups."""
-    source, target = (Grid("pipeline", pp=pp, dp=2 // pp, stage=0) for pp in (1, 2))
-    target = replace(target, layers="one position")
-    told = worlds[2].run("collective_jobs.load_grid", grid=target, folder=str(folders(source)))
-    assert [[name for name, _ in one] for one in told] == [[FOUND, READY, READY, READ, DONE]] * 2
-
-
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_what_ranks_exchange_does_not_grow_with_the_model(worlds: Any, tmp_path: Path, stage: int) -> None:
     """Ten times the tensors: each rank says as much as before."""

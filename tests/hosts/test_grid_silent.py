@@ -103,7 +103,8 @@ def test_a_pipeline_in_bf16_at_stage_0_cannot_load_what_it_has_saved(worlds: Any
     same = Grid("pipeline", pp=2, dp=2, stage=0, dtype="bf16")
     with pytest.raises(Exception, match="KeyError"):
         loaded(worlds, same, folders(same), hooks=False)
-    assert loaded(worlds, same, folders(same)) == [{}] * 4
+    alike = replace(same, layers="one position")  # what is not tied is the first stage's
+    assert loaded(worlds, alike, folders(same)) == [{}] * 4
 
 
 def test_every_expert_parallel_rank_gets_the_first_experts(worlds: Any, folders: Folders, tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ class ZeroCheckpoint:
     what all `stages` say together, `copies` the tensors of which a file before has a copy, and `late` names of weights
     that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
-    was cut; `stages_of_rows` are the stages of each, of a pipeline at stage 0. With `masters_in_module` (fp32 training
+    was cut. With `masters_in_module` (fp32 training
     at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
     the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
     says that it was made of a checkpoint of another format. `uncut` are states of stage 0 that follow no parameter.
@@ -143,7 +143,6 @@ class ZeroCheckpoint:
     copies: tuple[Mapping[str, TensorRecord], ...] = ()
     late: frozenset[str] = frozenset()
     rows: tuple[ModelStates, ...] = ()
-    stages_of_rows: tuple[tuple[ModelStates, ...], ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
     uncut: tuple[Fault, ...] = ()

@@ -102,7 +102,6 @@ def open_rows(listing: Listing, grid: Grid, row: Row, *, optimizer: bool) -> Zer
         copies=tuple(beside for part in parts for beside in part.copies),
         late=frozenset().union(*(part.late for part in parts)),
         rows=tuple(models),
-        stages_of_rows=tuple(part.stages for part in parts) if listing.layers and model.param_shapes is None else (),
         divided={name: division for name, division in found.items() if name in parameters},
         copy_stride=stride,
     )
@@ -113,11 +112,7 @@ def rows_with_order(checkpoint: ZeroCheckpoint, name: Callable[[ZeroCheckpoint],
 
     The extents are those of each model file. What is wrong with any row is raised, and where rows say different things.
     """
-    stages = checkpoint.stages_of_rows or ((),) * len(checkpoint.rows)
-    rows = [
-        replace(alone(checkpoint, model), stages=own, rows=(), stages_of_rows=())
-        for model, own in zip(checkpoint.rows, stages, strict=True)
-    ]
+    rows = [replace(alone(checkpoint, model), stages=(), rows=()) for model in checkpoint.rows]
     named = all_named(
         [partial(name, row) for row in rows],
         lambda part, first: _facts_said(part) == _facts_said(first),

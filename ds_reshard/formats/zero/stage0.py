@@ -69,6 +69,22 @@ def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
     return next((kind for mark, kind in marks.items() if mark in saved), "torch")
 
 
+def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], listed: Sequence[int]) -> bool:
+    """Whether the saved param groups are as large as those of a run, in parameters, or where they are flat in elements.
+
+    `order` has the trainable parameters of each group of the run, and `listed` how many it lists: a torch optimizer
+    lists frozen ones too, and has no states of them.
+    """
+    saved, optimizer = torch_optimizer(model), model.entries.get("optimizer")
+    if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
+        sizes = [master.numel for master in masters(model)]
+        return sizes == [sum(map(prod, shapes.values())) for shapes in order]
+    held, numbers = saved.get("state"), [group.get("params") for group in param_groups(saved)]
+    lists = [one if isinstance(one, list) else [] for one in numbers]
+    trained = [sum(isinstance(held, dict) and number in held for number in one) for one in lists]
+    return [*map(len, lists)] == [*listed] or trained == [*map(len, order)]
+
+
 Shape = tuple[int, ...]
 
 

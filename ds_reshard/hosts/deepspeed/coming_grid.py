@@ -58,7 +58,7 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], s
 
 
 def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
-    experts, layers, pp = _totals(checkpoint), bool(checkpoint.listing.layers), len(checkpoint.stages)
+    experts, layers = _totals(checkpoint), bool(checkpoint.listing.layers)
     counts = checkpoint.optim.counts if experts and checkpoint.optim is not None else ()
     return {
         f"--pp {sizes.pp} of a checkpoint without the files of layers": sizes.pp > 1 and not layers,
@@ -67,8 +67,7 @@ def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
         f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
         "a checkpoint of AutoEP": checkpoint.of_autoep,
         "experts at ZeRO stage 0": bool(checkpoint.listing.places),
-        f"--pp {sizes.pp} of {pp} stages at ZeRO stage 0": checkpoint.stage == 0 and pp not in (0, sizes.pp),
-        f"--tp {sizes.tp} of stages at ZeRO stage 0": bool(checkpoint.stages_of_rows),
+        "a PipelineModule at ZeRO stage 0": checkpoint.stage == 0 and bool(checkpoint.stages),
     }
 
 
@@ -118,10 +117,6 @@ def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
         return checkpoint
     one = as_one_place(as_one_stage(checkpoint))
     model, facts = one.model, one.facts
-    if grid.parts and len(checkpoint.stages) == grid.pp:
-        own = checkpoint.stages[grid.stage].entries
-        entries = {**model.entries, **({"optimizer": own["optimizer"]} if "optimizer" in own else {})}
-        model = replace(model, entries=entries)
 
     def named(names: Iterable[str]) -> Iterator[tuple[str, str]]:
         return ((_local(name, grid), name) for name in names if grid.answers(name))

@@ -143,8 +143,6 @@ def _stage0_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
             break
         for g in fits:
             order[g].append(name)
-    if checkpoint.listing.layers and [len(group) for group in order] != [len(group) for group in expected or ()]:
-        return [names]  # of a stage of which no file says where it begins; each loads its own as it was saved
     if expected is None or [len(group) for group in order] != [len(group) for group in expected]:
         what = "a stage-0 optimizer names no parameter, and shapes do not tell which param group has which"
         mend = "give the model: --model module:factory"

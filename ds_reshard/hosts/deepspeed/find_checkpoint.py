@@ -61,8 +61,7 @@ class Found:
     resume. `aside` is what a resume policy needs of files that are not read here.
 
     With a `listing` the checkpoint is not told: every rank reads the files that say what all have alike. `prints` has a
-    digest of each by its path, also of a universal checkpoint, of which these files are told. `stages_apart` says that
-    ranks need to know each other's param groups, by which the states of other stages are named. `on_nodes` says that
+    digest of each by its path, also of a universal checkpoint, of which these files are told. `on_nodes` says that
     shards are missing which each node may have on a disk of its own, and that this rank sees its own.
     """
 
@@ -75,7 +74,6 @@ class Found:
     aside: Aside | None = None
     listing: Listing | None = None
     prints: Mapping[str, bytes] = field(default_factory=dict)
-    stages_apart: bool = False
     on_nodes: bool = False
 
     @property

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import ALONE, Row
 from ds_reshard.formats.zero.experts import expert_of, renumbered
 from ds_reshard.formats.zero.pipeline import layer_of, tied_key
-from ds_reshard.model.layout import TensorKey
 
 if TYPE_CHECKING:
     import torch
@@ -70,23 +69,6 @@ class LiveGrid:
         """The stages that have a tied module, in order."""
         layers = [layer for layer, tie in (self.row.ties or {}).items() if tie == key]
         return [s for s in range(self.pp) if any(self.parts[s] <= layer < self.parts[s + 1] for layer in layers)]
-
-    def source(self, checkpoint: ZeroCheckpoint, key: TensorKey) -> TensorKey:
-        """The copy of a tensor that this rank takes: its own of what is not tied, where each stage has one."""
-        tie = tied_key(key.name) if self.parts else None
-        if tie is None or key.name in self.tied:
-            return key
-        stages = self.stages_of(tie)
-        own = key._replace(copy=stages.index(self.stage)) if self.stage in stages else key
-        return own if len(stages) == copies_of(checkpoint, key) else key
-
-
-def copies_of(checkpoint: ZeroCheckpoint, key: TensorKey) -> int:
-    """How many stages of the saving run had a copy of this tensor."""
-    number = 1
-    while key._replace(copy=number) in checkpoint.layout:
-        number += 1
-    return number
 
 
 NO_GRID = LiveGrid()

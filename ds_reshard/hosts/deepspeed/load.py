@@ -11,7 +11,6 @@ every rank reads the two small files that rank 0 lists, all at once, and says a 
 Details are told only after a difference; but of a universal checkpoint, and of one of another format, rank 0 tells all
 that it has read, and what it has read of the files of experts, and of a pipeline's masters at ZeRO stage 0.
 Where several ranks may read the same bytes, as of grids, two more tell the checksums of what they read in parts. A
-pipeline that was saved at ZeRO stage 0 adds one, in which ranks tell the order of their param groups. A
 fingerprint or a report file, where one was asked for, adds one; over gloo stage 3 waits for DeepSpeed's gathers with a
 barrier, which carries nothing.
 """
@@ -37,7 +36,7 @@ from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_file
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.deepspeed.copies import Orders, by_other_stages, left_as_built, tell_orders
+from ds_reshard.hosts.deepspeed.copies import stage_faults
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
@@ -198,9 +197,8 @@ def _agreed(
 ) -> tuple[Found, Decision]:
     """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
     found = _found(engine, mine, request, tag)
-    orders = tell_orders(*((mine.live, mine.grid) if mine is not None else (None, NO_GRID)), wanted=found.stages_apart)
     with digests() as read:
-        decision = _decide(engine, mine, found, request, steps, orders)
+        decision = _decide(engine, mine, found, request, steps)
     decision.files = read
     if whole and found.checkpoint is not None and decision.loader:
         checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
@@ -289,8 +287,7 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
         looked = look(
             load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True, rename=rename
         )
-        apart = looked.checkpoint is not None and looked.checkpoint.stage == 0 and bool(looked.checkpoint.stages)
-        found = replace(looked, own_save=own_save, stages_apart=apart)
+        found = replace(looked, own_save=own_save)
     elif mine.settings.enabled:
         named = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
         found = replace(found, tag=str(named or ""))
@@ -312,9 +309,7 @@ def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
     return found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features))
 
 
-def _decide(
-    engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps, orders: Orders
-) -> Decision:
+def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps) -> Decision:
     """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
     made, subject = Decision(), f"loading {request.load_dir}"
     if mine is None:
@@ -338,13 +333,12 @@ def _decide(
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    groups = SavedGroups(mine.live, checkpoint, mine.grid, orders)
+    groups = SavedGroups(mine.live, checkpoint, mine.grid, optimizer=resume.request.load_optimizer)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
     made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
     shards = made.shards
-    apart = by_other_stages(checkpoint, mine.grid, orders)
-    leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards, apart), subject=folder)
+    leave = steps.take(lambda: leave_to_deepspeed(engine, mine, checkpoint, asked, shards), subject=folder)
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
         made.prepared = steps.take(
@@ -401,16 +395,9 @@ def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -
 
 
 def leave_to_deepspeed(
-    engine: DeepSpeedEngine,
-    mine: Considered,
-    checkpoint: ZeroCheckpoint,
-    request: Request,
-    shards: ZeroShards,
-    apart: bool,
+    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request, shards: ZeroShards
 ) -> bool:
     """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
-
-    `apart` says that a pipeline's stages have other layers than those that were saved.
 
     What is left to DeepSpeed has had its structure checked. At
     stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
@@ -418,20 +405,20 @@ def leave_to_deepspeed(
     (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
     takes every folder for a universal one.
     """
-    same = not apart and unpickles(engine) and same_layout(engine, mine.live, checkpoint, mine.grid)
+    same = unpickles(engine) and same_layout(engine, mine.live, checkpoint, mine.grid)
     same = same and not (request.load_optimizer and _overlooked(engine, mine, checkpoint))
     faults: list[Fault] = []
     if mine.features and not same:
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
-    partial = ((checkpoint.stage == 3 or _keeps_own_masters(mine)) and not request.load_optimizer) or (
-        request.load_optimizer and not request.moments
-    )
+    weights_alone = checkpoint.stage == 3 or bool(checkpoint.stages) or _keeps_own_masters(mine)
+    partial = not request.moments if request.load_optimizer else weights_alone
     asked = mine.settings.always or mine.settings.prove or engine.load_universal_checkpoint()
     always = (asked or is_url(request.load_dir)) and checkpoint.stage != 0
     leave = same and (bool(mine.features) or not (always or partial))
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     faults += _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
+    faults += stage_faults(checkpoint, mine.grid, mine.live) if request.load_optimizer else ()
     faults += _swapping(engine) if leave else ()
     if leave and is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
@@ -445,8 +432,6 @@ def leave_to_deepspeed(
         model = live_model(engine, mine.live, mine.grid, {})
         faults += model_faults(model, checkpoint, mine.grid, optimizer=False, strict=request.strict)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
-    if leave and checkpoint.stages:
-        left_as_built(engine, mine.grid)
     if leave and request.load_optimizer and "ZenFlow" in mine.features and rank() == 0:
         logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
     return leave

@@ -19,17 +19,15 @@ from ds_reshard.formats.zero.rows import padding_rules
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, stage0_kind, torch_optimizer
 from ds_reshard.hosts.deepspeed.copies import (
-    Orders,
     copies_apart,
-    gives_back_ties,
     model_of_stage,
     of_later_stages,
     ordered,
     plan_of,
     same_values,
     shares_unproved,
-    take_own_copies,
-    take_own_weights,
+    stage_faults,
+    ties_restored,
 )
 from ds_reshard.hosts.deepspeed.divided import Share, more_rows, run_shares
 from ds_reshard.hosts.deepspeed.entries import (
@@ -248,14 +246,12 @@ def _fill(
     custom = request.custom_load_fn is not None
     if not custom:
         want_model(wants, engine, live, grid, masters=masters, strict=request.strict)
-        take_own_weights(wants, grid)
     if live is None:
         return
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
         weights = custom and live.kind == "torch"  # whose masters they are
         want_optimizer(wants, live, masters=(masters or gathered) and not weights, states=states)
-    take_own_copies(wants, grid)
 
 
 def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -353,7 +349,7 @@ def same_layout(
         return False
     if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
         return False
-    if checkpoint.stages and not gives_back_ties(checkpoint, grid):
+    if checkpoint.stages and not ties_restored(checkpoint, grid):
         return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and live_kind(engine) == stage0_kind(checkpoint)
@@ -481,14 +477,14 @@ class SavedGroups:
     """
 
     def __init__(
-        self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, orders: Orders = ()
+        self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool = True
     ) -> None:
-        self._live, self._checkpoint, self._grid, self._orders = live, checkpoint, grid, orders
+        self._live, self._checkpoint, self._grid, self._optimizer = live, checkpoint, grid, optimizer
 
     @functools.cached_property
     def ordered(self) -> Named:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
-        return ordered(self._checkpoint, self._live, self._grid, self._orders)
+        return ordered(self._checkpoint, self._live, self._grid)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:
@@ -496,8 +492,10 @@ class SavedGroups:
 
         A group inherits from the saved group that holds all its members; where they come from several, those should
         agree in every hyper-parameter. Groups without members, and elastic checkpoints, which store none, inherit
-        nothing.
+        nothing, and neither does a load of weights alone from a stage-0 pipeline with other stages.
         """
+        if not self._optimizer and any(stage_faults(self._checkpoint, self._grid, self._live)):
+            return {}
         facts = self.ordered[0].facts
         if facts is None or self._live is None:
             return {}
