@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import (
