@@ -16,7 +16,7 @@ from rich.console import Console
 from ds_reshard.cli.launch import sharing
 from ds_reshard.cli.render import read_enough
 from ds_reshard.errors import WriteFailed
-from ds_reshard.formats.zero.weights_target import DTYPES
+from ds_reshard.model.target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
 from ds_reshard.operations.options import THREADS, refuse_memory
 

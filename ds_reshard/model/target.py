@@ -68,6 +68,11 @@ class Target:
     sizes: RunSizes | None = None
 
 
+WEIGHTS = ("safetensors", "torch")
+"""The formats of plain tensors, which may have another type than was trained in: one of DTYPES."""
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """What a conversion is to write; None is as it was saved.

@@ -9,8 +9,7 @@ from math import prod
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.grid_target import FORMATS as ZERO
-from ds_reshard.formats.zero.weights_target import DTYPES, WEIGHTS
-from ds_reshard.model.target import Asked
+from ds_reshard.model.target import DTYPES, WEIGHTS, Asked
 from ds_reshard.operations.formats import FORMATS as TABLE
 from ds_reshard.operations.formats import WRITERS
 

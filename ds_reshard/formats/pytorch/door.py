@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
-from ds_reshard.containers.safetensors import shard_index, shards, unwritable
+from ds_reshard.containers.safetensors import unwritable
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
+from ds_reshard.formats.pytorch.weights import placed, safetensors, write_safetensors, write_torch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
 from ds_reshard.model.facts import ScalarTensor
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import new_tensor
-from ds_reshard.model.region import Box
 from ds_reshard.model.target import Asked, Target, TargetFile, Unit
 
 TO = "pytorch"
@@ -30,25 +29,13 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     for name, held in content.weights.items():
         weights[TensorKey(name=name, kind=WEIGHT)] = content.trained.get(name, {}).get(MASTER, held)
     states = {key: held for key, held in content.tensors.items() if key.kind not in (MASTER, WEIGHT)}
-    placements: dict[TensorKey, Placement] = {}
-    units: list[Unit] = []
-    nbytes = {key: Box.whole(held.shape).numel * held.dtype.itemsize for key, held in weights.items()}
-    files = shards(nbytes)
-    for file, keys in files.items():
-        part = {key: weights[key] for key in keys}
-        placements |= _placed(part, file)
-        tensors = {key.name: new_tensor(str(key), held.shape, held.dtype) for key, held in part.items()}
-        made = TargetFile(name=file, tree=partial(dict, tensors), container="safetensors", metadata={"format": "pt"})
-        units.append(Unit(family=file, shard=0, files=(made,)))
-    placements |= _placed(states, TO)
-    beside = tuple(_beside(content))
-    if beside:
-        units.append(Unit(family=TO, shard=0, files=beside))
+    files, beside = safetensors(weights), tuple(_beside(content))
+    units = [*files.units, *([Unit(family=TO, shard=0, files=beside)] if beside else ())]
     return Target(
-        layout=Layout(placements, {unit.family: 1 for unit in units}),
+        layout=Layout({**files.placements, **placed(states, TO)}, {unit.family: 1 for unit in units}),
         wants={key: held.origin for key, held in {**weights, **states}.items()},
         units=units,
-        pointers=shard_index(files, nbytes),
+        pointers=files.index,
         notes=(*_left_out(content), *content.notes),
     )
 
@@ -64,13 +51,6 @@ def _unheld(content: Content) -> Iterator[Fault]:
     members = {name for group in content.facts.groups for name in group.members}
     for name in sorted({*content.trained, *content.facts.scalars} - members):
         yield UnsupportedLayout.fault(name, "has states, and is in no param group", mend=mend)
-
-
-def _placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, Placement]:
-    return {
-        key: chunked(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
-        for key, held in tensors.items()
-    }
 
 
 def _beside(content: Content) -> Iterator[TargetFile]:
@@ -120,5 +100,5 @@ PYTORCH = Format(
     list=list_pytorch,
     open=lambda listing: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
     open_weights=lambda listing: SavedCheckpoint(open_pytorch(listing.folder, optimizer=False), listing.nbytes),
-    writes={TO: _write},
+    writes={TO: _write, "safetensors": write_safetensors, "torch": write_torch},
 )

@@ -18,7 +18,7 @@ from ds_reshard.formats.zero.grid_target import said_of_all
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files
-from ds_reshard.formats.zero.target import first_names, group_order, quantized_faults, refuse_source, whole_tensors
+from ds_reshard.formats.zero.target import first_names, group_order, lacking_of, quantized_faults, whole_tensors
 from ds_reshard.formats.zero.tensor_parallel import Division, given, rules_given
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
@@ -38,16 +38,13 @@ _SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
 def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Content:
-    """All of it. Raises UnsupportedLayout, with every reason, where it has no names or no param groups.
+    """All of it; its `faults` say what its optimizer lacks. Raises UnsupportedLayout for weights that cannot be read.
 
     `weights_alone` asks for no optimizer, unless its files alone hold the weights.
     """
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
-    if facts is None and weights_alone:
-        raise_faults(quantized_faults(model), subject=f"converting {checkpoint.listing.folder}")
-    else:
-        refuse_source(checkpoint, "another format")
-        assert facts is not None
+    raise_faults(quantized_faults(model), subject=f"converting {checkpoint.listing.folder}")
+    lacking = () if facts is None and weights_alone else tuple(lacking_of(checkpoint))
     tensors: dict[TensorKey, Held] = {}
     unsaved = _unsaved(checkpoint)
     firsts = {name: first for name, first in first_names(model).items() if name not in unsaved}
@@ -61,7 +58,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Co
     faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
     raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
     order = group_order(checkpoint) if facts is not None else []
-    for group in order:
+    for group in order if not model.lagging else ():  # whose masters are not those of the weights
         for name in group:
             for kind in layout.kinds(name):
                 key = TensorKey(name=name, kind=kind)
@@ -85,6 +82,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Co
         objects=dict(flattened(kept)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)) if facts is not None else None,
         batch_size=batch if type(batch) is int else None,
+        faults=lacking,
         notes=(
             *(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
             *(

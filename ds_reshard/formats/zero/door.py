@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO and universal checkpoints, and weights for other programs, as the door knows them."""
+"""DeepSpeed's ZeRO and universal checkpoints as the door knows them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from ds_reshard.formats.zero.stage0 import states, torch_optimizer
 from ds_reshard.formats.zero.target import DATA_FIRST, data_first
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
-from ds_reshard.formats.zero.weights_target import WEIGHTS, safetensors_target, torch_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
 from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content
@@ -344,8 +343,6 @@ def _steps(found: Survey) -> Iterator[Fault]:
 def _target(
     checkpoint: ZeroCheckpoint, asked: Asked, like: Checkpoint | None = None, shards: ZeroShards | None = None
 ) -> Target:
-    if asked.to in WEIGHTS:
-        return (safetensors_target if asked.to == "safetensors" else torch_target)(checkpoint, asked.dtype)
     if asked.to == UNIVERSAL:
         return universal_target(checkpoint)
     if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in checkpoint.model.trainable):
@@ -364,28 +361,21 @@ def _target(
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
-    """Any content as DeepSpeed's files, or as its weights alone."""
+    """Any content as DeepSpeed's files."""
     subject = f"converting {content.folder} to {asked.to}"
-    weights = asked.to in WEIGHTS
-    if not weights and asked.dp is None and like is None and asked.to in FORMATS and content.ranks is None:
+    if asked.dp is None and like is None and asked.to in FORMATS and content.ranks is None:
         raise ConfigError(
             f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
         )
-    lacking = () if weights else (*content.faults, *optimizer_faults(content), *_unwritten(content, asked.to))
-    raise_faults([*faults, *lacking], subject=subject)
+    raise_faults([*faults, *content.faults], subject=subject)
+    raise_faults([*optimizer_faults(content), *_unwritten(content, asked.to)], subject=subject)
     shown = like.zero if isinstance(like, OpenedZero) and like.zero.listing.experts else None
-    content = content if weights else _of_experts(content, asked, shown, subject)
+    content = _of_experts(content, asked, shown, subject)
     zero = _in_order_of(as_zero(content), shown)
     stages = zero.layers is not None and asked.to in ("zero1", "bf16") and like is None
     raise_faults(list(_of_stages(content, zero)) if stages else [], subject=subject)
     target = _target(zero, asked, like)
     target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
-    if weights:
-        alone = asked.to == "safetensors"
-        ties = (
-            f"{name} is tied to {first}, and is there under that name alone" for name, first in content.tied.items()
-        )
-        return replace(target, notes=(*target.notes, *(ties if alone else ()), *content.notes))
     pointers = dict.fromkeys(target.pointers, content.tag)
     return replace(
         target,
@@ -479,7 +469,7 @@ def _said(content: Content) -> Iterator[str]:
     yield from content.notes
 
 
-WRITES = (*FORMATS, UNIVERSAL, *WEIGHTS)
+WRITES = (*FORMATS, UNIVERSAL)
 ZERO = Format(
     name="DeepSpeed",
     list=_list,

@@ -429,8 +429,9 @@ def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
 
 
 def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
-    """Raise, with every reason, where a checkpoint does not hold what all targets need."""
-    raise_faults(list(_lacking(checkpoint)), subject=f"converting {checkpoint.listing.folder} to {kind}")
+    """Raise, with every reason, where a checkpoint does not hold what DeepSpeed's files need."""
+    faults = [*lacking_of(checkpoint), *quantized_faults(checkpoint.model)]
+    raise_faults(faults, subject=f"converting {checkpoint.listing.folder} to {kind}")
 
 
 def quantized_faults(model: ModelStates) -> Iterator[Fault]:
@@ -438,7 +439,8 @@ def quantized_faults(model: ModelStates) -> Iterator[Fault]:
     return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
 
 
-def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """What a checkpoint lacks of an optimizer that another layout or format could go on with."""
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
         yield UnsupportedLayout.fault(
@@ -459,7 +461,6 @@ def _lacking(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         )
     if checkpoint.universal is not None:
         yield from _left_out(checkpoint.universal)
-    yield from quantized_faults(checkpoint.model)
     if checkpoint.model.lagging:
         yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
     said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
