@@ -23,6 +23,11 @@ TIMEOUT_S = 240
 
 # Every line of each example's standard output, as a pattern; equal groups must match equal text.
 PRINTED = {
+    "00_core.py": (
+        r"(rank [01]: 6 x 1, 2 copies from 2 files\n){2}"
+        r"rank 2: 6 x 2, 2 copies from 2 files\n"
+        r"equal to the matrix that was saved: True\n"
+    ),
     "01_change_ranks.py": (
         r"4 ranks saved step 20\n"
         r"2 ranks go on at step 20 of a run of 4 ranks\n"

@@ -36,3 +36,30 @@ def test_functions_are_under_70_lines() -> None:
         if (lines := (node.end_lineno or node.lineno) - node.lineno + 1) >= FUNCTION_LINES
     ]
     assert not found, offenders(f"split these functions, each must be under {FUNCTION_LINES} lines:", found)
+
+
+BUDGETS = {
+    "model, planning": (("model", "planning"), 3480),
+    "execution": (("execution",), 2800),
+    "containers": (("containers",), 6700),
+    "formats/zero": (("formats/zero",), 7950),
+    "other formats": (("formats",), 8320),
+    "operations": (("operations",), 5160),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7880),
+    "other hosts": (("hosts",), 11200),
+    "resume, hooks, cli, testing, top": ((".",), 7080),
+}
+"""The lines that each room may have. A step that makes a room smaller lowers its budget."""
+
+
+def test_rooms_keep_to_their_budgets() -> None:
+    """Every file of ds_reshard counts in the first room whose folder it is in."""
+    lines = dict.fromkeys(BUDGETS, 0)
+    narrow_first = sorted(
+        BUDGETS, key=lambda room: -max(folder.count("/") + (folder != ".") for folder in BUDGETS[room][0])
+    )
+    for path in sources(PACKAGE):
+        room = next(one for one in narrow_first if any(path.is_relative_to(PACKAGE / at) for at in BUDGETS[one][0]))
+        lines[room] += len(path.read_text(encoding="utf-8").splitlines())
+    found = [f"{room}: {lines[room]} lines of {most}" for room, (_, most) in BUDGETS.items() if lines[room] > most]
+    assert not found, offenders("make these rooms smaller, or say in the commit why they need more:", found)
