@@ -1,4 +1,4 @@
-"""The core alone: a matrix in two numpy files, each with half of its elements, becomes three files of its columns.
+"""The core alone: a matrix in two numpy files, each with half of its elements, becomes three of its columns.
 
 A layout says where every element lies, a plan which bytes go where, an executor moves them.
 """
@@ -20,7 +20,6 @@ from ds_reshard.planning.plan import Planner
 
 KEY, SHAPE, FLOAT = TensorKey("matrix", "weight"), (6, 4), ElementType.FLOAT32
 HALF = 12  # elements
-
 # Saved: one row of 24 elements, cut into two.
 SAVED = Layout({KEY: Placement(KEY, SHAPE, FLOAT, "files", "half", Cut(chunk=HALF), Box.whole(SHAPE))}, {"files": 2})
 
@@ -61,8 +60,8 @@ def main(folder: Path) -> None:
         numpy.save(folder / f"columns{rank}.npy", made.numpy().reshape(box.size))
         print(f"rank {rank}: {box.size[0]} x {box.size[1]}, {len(plan.copies)} copies from {len(plan.files)} files")
 
-    made = numpy.concatenate([numpy.load(folder / f"columns{rank}.npy") for rank in range(3)], axis=1)
-    print(f"equal to the matrix that was saved: {numpy.array_equal(made, matrix)}")
+    columns = [numpy.load(folder / f"columns{rank}.npy") for rank in range(3)]
+    print(f"equal to the matrix that was saved: {numpy.array_equal(numpy.hstack(columns), matrix)}")
 
 
 if __name__ == "__main__":

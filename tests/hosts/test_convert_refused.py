@@ -99,7 +99,7 @@ def test_what_a_format_cannot_hold(
 def test_weights_of_a_run_without_zero(saves: Saves, tmp_path: Path) -> None:
     """The weights are there; the masters are not known by name, and are not made up of the weights."""
     folder, _ = saves(Run(0, 2), Model())
-    _refused(Path(folder), tmp_path / "out", "masters name no parameter", to="safetensors", dtype="float32")
+    _refused(Path(folder), tmp_path / "out", "optimizer that names no parameter", to="safetensors", dtype="float32")
     assert convert(str(folder), str(tmp_path / "out"), to="safetensors").complete
 
 

@@ -95,9 +95,10 @@ def _weights(content: Content, asked: Asked, faults: Sequence[Fault]) -> dict[Te
     held = content.weights.values()
     lacking = not any(key.kind == MASTER for key in content.tensors)
     if dtype is ElementType.FLOAT32 and lacking and any(one.dtype in _SIXTEEN for one in held):
-        what = "holds no fp32 masters that belong to its 16-bit weights by name and step, which are not them"
+        what, why = "has 16-bit weights, and no fp32 masters to cast from", [fault.what for fault in content.faults]
         mend = "leave out --dtype: the weights as they were trained"
-        faults = [*faults, UnsupportedLayout.fault(content.folder, what, mend=mend)]
+        said = ("masters that are named, and of the weights' step", "; ".join(why) or "none")
+        faults = [*faults, UnsupportedLayout.fault(content.folder, what, *said, mend=mend)]
     raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
     found: dict[TensorKey, Held] = {}
     for name, one in content.weights.items():
