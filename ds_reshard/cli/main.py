@@ -37,9 +37,9 @@ from ds_reshard.cli.render import bar, complain
 from ds_reshard.cli.verification import add_verify
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
 from ds_reshard.errors import ReshardError, is_short, raise_faults, without_secrets
-from ds_reshard.formats.zero.tensor_parallel import given
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
+from ds_reshard.model.rules import given
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config, read_rules
 
 OK, FINDING, UNUSABLE = 0, 1, 2

@@ -9,18 +9,16 @@ from dataclasses import replace
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.containers.remote import fetched
-from ds_reshard.errors import ConfigError, ReshardError, raise_faults
-from ds_reshard.formats.megatron.checkpoint import is_megatron
-from ds_reshard.formats.megatron.checkpoint import read_past as megatron_past
-from ds_reshard.formats.zero.saved_schedule import read_past
-from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
+from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
+from ds_reshard.model.rules import Rule, rule_faults, rules_in
 from ds_reshard.model.target import Asked
 from ds_reshard.operations.fingerprints import fingerprint
+from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
 from ds_reshard.operations.inspection import describe
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
-from ds_reshard.operations.source import find_listing, find_zero
+from ds_reshard.operations.source import find_listing
 from ds_reshard.resume import lr_preview, megatron
 from ds_reshard.resume.lr_preview import ComingRun
 from ds_reshard.resume.megatron import read_run
@@ -265,14 +263,17 @@ def coming_run(
         run = read_run(flags)
         if tag is not None and run.tag is not None:
             raise ConfigError.of("--tag with --ckpt-step", "both name the iteration", mend="leave out --tag")
-        return megatron.coming_run(megatron_past(folder, tag=tag or run.tag), run, steps=steps)
+        return megatron.coming_run(read_megatron_past(folder, tag=tag or run.tag), run, steps=steps)
     if flags is not None or config is None:
         mend = "name the DeepSpeed JSON: --config FILE; flags after -- are for checkpoints of Megatron-LM"
         raise ConfigError.of(folder, "is not a checkpoint of Megatron-LM", mend=mend)
     where = os.fspath(config)
     read = read_config(where)
-    past = read_past(find_zero(folder, tag, tool="the picture of a coming run's rates"))
-    return lr_preview.coming_run(past, read, where=where, steps=steps, version=version)
+    found = find_listing(folder, tag)
+    if found.format is not ZERO:
+        what, mend = f"ds-reshard lr does not read {found.format.name}", "give it one of DeepSpeed or Megatron-LM"
+        raise UnsupportedLayout.of(found.folder, what, mend=mend)
+    return lr_preview.coming_run(read_zero_past(found.listing), read, where=where, steps=steps, version=version)
 
 
 def read_config(path: str) -> Mapping[str, object]:

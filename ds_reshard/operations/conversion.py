@@ -25,13 +25,13 @@ from ds_reshard.errors import (
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
-from ds_reshard.formats.zero.tensor_parallel import rules_given
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
+from ds_reshard.model.rules import rules_given
 from ds_reshard.model.target import Asked, Target, Unit
 from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
 from ds_reshard.execution.interfaces import Outcome, Saw
-from ds_reshard.formats.zero.flat import whole
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
@@ -67,7 +68,8 @@ def _planned(source: Checkpoint, keys: Sequence[TensorKey], elsewhere: frozenset
     placements = {}
     for key in keys:
         placement = source.layout[key]
-        placements[key] = whole(key.name, key.kind, placement.shape, placement.dtype, family=_FILE, buffer=str(key))
+        box, cut = Box.whole(placement.shape), Cut(chunk=max(1, prod(placement.shape)))
+        placements[key] = Placement(key, placement.shape, placement.dtype, _FILE, str(key), cut, box)
     wanted = dict(zip(placements, placements, strict=True))
     plan = Planner(source.index, Layout(placements, {_FILE: 1}), wanted, elsewhere=elsewhere).plan(0, sizes={})
     raise_faults(source.index.faults, subject=f"checkpoint {source.folder}")

@@ -1,15 +1,23 @@
-"""The table of all formats, in the order in which a folder is asked: a format is one line here."""
+"""The table of all formats, in the order in which a folder is asked: a format is one line here.
+
+No other module of operations or cli imports a format; beside the table are what `ds-reshard lr` reads of two of them.
+"""
 
 from __future__ import annotations
 
 from ds_reshard.errors import ReadFailed, UnsupportedLayout, error_of
 from ds_reshard.formats.dcp.door import DCP
 from ds_reshard.formats.fsdp.door import FSDP
+from ds_reshard.formats.megatron.checkpoint import is_megatron
+from ds_reshard.formats.megatron.checkpoint import read_past as read_megatron_past
 from ds_reshard.formats.megatron.door import MEGATRON
 from ds_reshard.formats.nanotron.door import NANOTRON
 from ds_reshard.formats.pytorch.door import PYTORCH
 from ds_reshard.formats.zero.door import ZERO
+from ds_reshard.formats.zero.saved_schedule import read_past as read_zero_past
 from ds_reshard.model.checkpoint import Format, Listing, Writer
+
+__all__ = ["FORMATS", "WRITERS", "ZERO", "format_of", "is_megatron", "read_megatron_past", "read_zero_past"]
 
 FORMATS: tuple[Format, ...] = (NANOTRON, PYTORCH, FSDP, DCP, MEGATRON, ZERO)
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.formats.zero.grid_target import FORMATS as ZERO
 from ds_reshard.model.target import DTYPES, WEIGHTS, Asked
 from ds_reshard.operations.formats import FORMATS as TABLE
 from ds_reshard.operations.formats import WRITERS
@@ -17,6 +16,8 @@ FORMATS = tuple(WRITERS)
 MOST_RANKS = 1 << 17
 """More than any run has: a conversion makes files for each, and a plan of each."""
 THREADS = min(4, os.cpu_count() or 1)
+_RANKED = ("zero1", "zero2", "zero3", "bf16", "nanotron", "megatron-torch")
+"""The formats whose files are of ranks along several axes."""
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
 
@@ -46,12 +47,12 @@ def refuse(asked: Asked) -> None:
 def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
     """The arguments that few formats have, with these."""
     return {
-        "--tp": (asked.tp, (*ZERO, "nanotron", "megatron-torch")),
-        "--pp": (asked.pp, (*ZERO, "nanotron", "megatron-torch")),
+        "--tp": (asked.tp, _RANKED),
+        "--pp": (asked.pp, _RANKED),
         "--ep": (asked.ep, ("zero1", "zero2", "bf16", "megatron", "megatron-torch")),
         "--repair": (asked.repair or None, ("megatron",)),
         "--zero-stage": (asked.zero_stage, ("nanotron",)),
-        "--like": (asked.like, (*ZERO, "nanotron", "megatron", "megatron-torch")),
+        "--like": (asked.like, (*_RANKED, "megatron")),
     }
 
 

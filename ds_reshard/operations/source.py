@@ -22,7 +22,6 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.zero.names import Listing as ZeroListing
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.formats import FORMATS, format_of
@@ -146,15 +145,6 @@ def refuse_unfinished(folder: str) -> None:
         what = "is a part of a checkpoint: its files are being sent, or the sending was interrupted"
         mend = "wait for the conversion that writes it, or run that again with --resume"
         raise error_of([CheckpointDamaged.fault(folder, what, mend=mend)], subject="reading a checkpoint")
-
-
-def find_zero(path: str, tag: str | None, *, tool: str) -> ZeroListing:
-    """As `find_listing`, for a tool that knows DeepSpeed's checkpoints alone."""
-    found = find_listing(path, tag)
-    if not isinstance(found.listing, ZeroListing):
-        mend = "give it a checkpoint of DeepSpeed or Megatron-LM"
-        raise UnsupportedLayout.of(found.folder, f"{tool} does not read {found.format.name}", mend=mend)
-    return found.listing
 
 
 def _latest(path: str) -> tuple[str, str]:

@@ -17,7 +17,7 @@ from test_nanotron_convert import contents, same
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ConfigError, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
-from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.model.rules import given, rules_in
 from ds_reshard.operations import Conversion, Options, convert, diff, plan, verify
 
 FORMATS = {"zero1": 3, "zero2": 2, "zero3": 3, "bf16": 1, "universal": None}

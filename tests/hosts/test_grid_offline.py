@@ -23,7 +23,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.zero.tensor_parallel import Rule, given, rules_in
+from ds_reshard.model.rules import Rule, given, rules_in
 from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
 
 pytestmark = pytest.mark.distributed

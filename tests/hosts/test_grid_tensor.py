@@ -22,7 +22,7 @@ from harms import changed
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.checkpoint import Row, open_checkpoint
 from ds_reshard.formats.zero.door import list_folder
-from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.model.rules import given, rules_in
 from ds_reshard.operations import convert, fingerprint, verify
 
 pytestmark = pytest.mark.distributed

@@ -20,7 +20,7 @@ from grid_truth import tensors
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.model.rules import given, rules_in
 from ds_reshard.operations import convert, fingerprint, inspect, verify
 
 pytestmark = pytest.mark.distributed

@@ -17,7 +17,7 @@ from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES, expert_sizes
 
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
-from ds_reshard.formats.zero.tensor_parallel import given, rules_in
+from ds_reshard.model.rules import given, rules_in
 from ds_reshard.operations import Options, convert, diff, verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("golden_layouts")]

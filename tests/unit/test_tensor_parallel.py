@@ -19,17 +19,15 @@ from ds_reshard.formats.zero.tensor_parallel import (
     NO_EVIDENCE,
     Evidence,
     Misfit,
-    Rule,
     divided,
     divisions,
     pattern_info,
     redivided,
-    rule_faults,
-    rules_in,
 )
 from ds_reshard.hosts.deepspeed.divided import run_shares, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
+from ds_reshard.model.rules import Rule, rule_faults, rules_in
 
 
 @st.composite

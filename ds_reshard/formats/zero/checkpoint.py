@@ -23,11 +23,12 @@ from ds_reshard.formats.zero.flat import RULES, FlatBuffer, by_key, sliced, whol
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states, with_wholes
-from ds_reshard.formats.zero.tensor_parallel import Division, Rule, rules_given
+from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.rules import Rule, rules_given
 from ds_reshard.model.target import RunSizes
 
 OPTIM, MODEL = "optim", "model"

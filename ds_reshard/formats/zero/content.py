@@ -19,11 +19,12 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.pipeline import layer_files
 from ds_reshard.formats.zero.target import first_names, group_order, lacking_of, quantized_faults, whole_tensors
-from ds_reshard.formats.zero.tensor_parallel import Division, given, rules_given
+from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
+from ds_reshard.model.rules import given, rules_given
 
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
 _UNSET = ("optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")

@@ -43,7 +43,6 @@ from ds_reshard.formats.zero.tensor_parallel import (
     divisions,
     pattern_info,
     redivided,
-    rules_given,
     unnamed,
 )
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
@@ -51,6 +50,7 @@ from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Box
+from ds_reshard.model.rules import rules_given
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}

@@ -9,6 +9,7 @@ from ds_reshard.errors import fail
 from ds_reshard.formats.zero.checkpoint import FIRST_ROW, ZeroCheckpoint, open_checkpoint
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
+from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.facts import describe
 from ds_reshard.resume.lr_preview import Past
 from ds_reshard.resume.schedulers import position_in
@@ -16,12 +17,13 @@ from ds_reshard.resume.schedulers import position_in
 _MOST = 2**53
 
 
-def read_past(listing: Listing) -> Past:
+def read_past(listing: AnyListing) -> Past:
     """Position, rates, scheduler and configuration as they were saved; nothing of the files is executed.
 
     Opens two files, and reads no tensor but a learning rate that was kept as one. Raises what a load raises for
     files that are missing, damaged or of a layout that is refused.
     """
+    assert isinstance(listing, Listing)
     checkpoint = open_checkpoint(listing, optimizer=True, row=FIRST_ROW)
     entries = checkpoint.model.entries
     groups = _groups(checkpoint)

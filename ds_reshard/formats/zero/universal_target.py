@@ -25,10 +25,11 @@ from ds_reshard.formats.zero.target import (
     refuse_source,
     whole_tensors,
 )
-from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info, rules_given
+from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
+from ds_reshard.model.rules import rules_given
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 TENSORS = "universal"

@@ -9,8 +9,8 @@ from typing import Protocol
 
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
-from ds_reshard.formats.zero.tensor_parallel import Rule, rule_faults, rules_in
 from ds_reshard.hooks import Call
+from ds_reshard.model.rules import Rule, rule_faults, rules_in
 from ds_reshard.operations.watching import watching_faults
 from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
