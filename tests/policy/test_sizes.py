@@ -39,10 +39,10 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3480),
+    "model, planning": (("model", "planning"), 3580),
     "execution": (("execution",), 2800),
     "containers": (("containers",), 6700),
-    "formats/zero": (("formats/zero",), 7950),
+    "formats/zero": (("formats/zero",), 7760),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
     "hosts/deepspeed": (("hosts/deepspeed",), 7880),
