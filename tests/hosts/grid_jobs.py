@@ -76,12 +76,7 @@ def build(grid: Grid) -> Any:
     if grid.kind == "moe":
         from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 
-        params = [
-            p
-            for _, p in sorted(model.named_parameters(), key=lambda one: (one[0].split(".")[1], one[0].split(".")[-2]))
-        ]
-        params = params if grid.layers == "by part" else list(model.parameters())
-        every = {"params": params, "name": "all", "lr": 0.0, "weight_decay": 0.0}
+        every = {"params": list(model.parameters()), "name": "all", "lr": 0.0, "weight_decay": 0.0}
         named = [{**group, "name": f"user {n}"} for n, group in enumerate(groups)] if grid.layers == "groups" else every
         groups = [every] if grid.layers == "one group" else split_params_into_different_moe_groups_for_optimizer(named)
     optimizer = (

@@ -11,7 +11,6 @@ An expert of `deepspeed.moe` has parameters of its own; for those of AutoEP see 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,18 +43,9 @@ from ds_reshard.formats.zero.checkpoint import (
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, read_optim_states
-from ds_reshard.formats.zero.stage0 import (
-    Named,
-    all_named,
-    alone,
-    facts_together,
-    param_groups,
-    torch_optimizer,
-    with_order,
-)
+from ds_reshard.formats.zero.stage0 import Named, all_named, alone, param_groups, torch_optimizer, with_order
 from ds_reshard.model.facts import OptimizerFacts, canonical
-from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)([0-9]+)(\..*)", re.DOTALL)
@@ -185,30 +175,33 @@ def _unlike_places(listing: Listing) -> Iterator[Fault]:
             yield from faults_of(error)
 
 
-def places_with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
-    """A checkpoint of stage 0 with the optimizers of expert-parallel ranks named, as `with_order` names that of one.
+def place_with_order(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], ep_rank: int, first: Mapping[str, int]
+) -> Named:
+    """A checkpoint of stage 0 with the optimizer of one expert-parallel rank named, as `with_order` names that of one.
 
-    `order` is that of a rank of this run; other ranks, of either run, have the same parameters of other experts. What
-    every rank has is the first's. What is wrong with any optimizer is raised, and where two say different things.
+    `order` is that of the rank, and `first` says by layer the number of its first expert. What every rank has is read
+    from the first one's file, as all ranks of the run share it. Raises where that says something else beside the
+    tensors.
     """
-    ep, listing = checkpoint.grid.ep, checkpoint.listing
-    raise_faults(_several_sizes(checkpoint), subject=f"checkpoint {listing.folder}")
-    orders = [[_at_place(shapes, place, checkpoint) for shapes in order] for place in range(ep)]
-    parts = all_named(
-        [partial(with_order, alone(checkpoint, _of_place(checkpoint, n)), own) for n, own in enumerate(orders)],
-        lambda part, first: _groups_said(part) == _groups_said(first),
+    local = {prefix: -number for prefix, number in first.items()}
+    of_first = [{renumbered(name, local): shape for name, shape in shapes.items()} for shapes in order]
+    (head, shared), (own, extents) = all_named(
+        [
+            partial(with_order, alone(checkpoint, _of_place(checkpoint, 0)), of_first),
+            partial(with_order, alone(checkpoint, _of_place(checkpoint, ep_rank)), order),
+        ],
+        lambda part, head: _groups_said(part) == _groups_said(head),
         first="expert-parallel rank",
-        folder=listing.folder,
+        folder=checkpoint.listing.folder,
     )
-    extents: dict[str, Extent] = {}
-    placements: dict[TensorKey, Placement] = {}
-    for place, (part, of_one) in enumerate(parts):
-        extents |= {f"{place}: {buffer}": extent for buffer, extent in of_one.items()}
-        for key, placement in part.layout.placements.items():
-            placements.setdefault(key, placement._replace(buffer=f"{place}: {placement.buffer}"))
-    layout = Layout({**checkpoint.layout.placements, **placements}, checkpoint.layout.shards)
-    facts, first = facts_together([part for part, _ in parts]), parts[0][0]
-    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=first.masters_in_module), {0: extents}
+    placements = dict(checkpoint.layout.placements)
+    for key, placement in own.layout.placements.items():
+        of_first_rank = head.layout.placements.get(key) if expert_of(key.name) is None else None
+        placements[key] = of_first_rank or placement._replace(buffer=f"{ep_rank}: {placement.buffer}")
+    extents = {**shared, **{f"{ep_rank}: {buffer}": extent for buffer, extent in extents.items()}}
+    layout = Layout(placements, checkpoint.layout.shards)
+    return replace(checkpoint, layout=layout, facts=own.facts, masters_in_module=own.masters_in_module), {0: extents}
 
 
 def _of_place(checkpoint: ZeroCheckpoint, place: int) -> ModelStates:
@@ -217,30 +210,6 @@ def _of_place(checkpoint: ZeroCheckpoint, place: int) -> ModelStates:
     name = listing.places[place]
     entries = {**model.entries, **listing.read(name, read_entries)}
     return replace(model, path=listing.path(name), entries=entries)
-
-
-def _at_place(shapes: Mapping[str, Shape], place: int, checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
-    """A param group as a rank of the saving run had it: its experts of a layer where this run's stand, by number."""
-    counts = experts_held(checkpoint.model.module, checkpoint.grid.ep)
-    made: dict[str, Shape] = {}
-    again: list[str] = []
-    for prefix, block in itertools.groupby(shapes, lambda name: (expert_of(name) or ("",))[0]):
-        names = list(block)
-        if not prefix:
-            made |= {name: shapes[name] for name in names}
-            again += names
-            continue
-        tails = {of[2]: shapes[name] for name in names if (of := expert_of(name)) is not None}
-        numbers = sorted({of[1] for name in names if (of := expert_of(name)) is not None})
-        again += [f"{prefix}{number}{tail}" for number in numbers for tail in tails]
-        held = counts.get(prefix, 0)
-        for number in range(place * held, (place + 1) * held):
-            made |= {f"{prefix}{number}{tail}": shape for tail, shape in tails.items()}
-    if again != list(shapes):
-        what = "are in another order than one after another, or not all trained alike: no file names their states"
-        mend = f"build the param groups so, or load with expert-parallel size {checkpoint.grid.ep}"
-        raise_faults([UnsupportedLayout.fault("this run's experts", what, mend=mend)], subject="matching experts")
-    return made
 
 
 def same_places(checkpoint: ZeroCheckpoint, sizes: set[int], groups: Sequence[Mapping[str, object]] | None) -> bool:
@@ -261,16 +230,6 @@ def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]
 
 def _saved_groups(checkpoint: ZeroCheckpoint) -> list[Mapping[str, object]]:
     return param_groups(torch_optimizer(_of_place(checkpoint, 0)))
-
-
-def _several_sizes(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """Layers of several expert-parallel sizes, which the names that DeepSpeed gives param groups tell."""
-    names = {str(group.get("name")) for group in _saved_groups(checkpoint) if group.get("moe")}
-    if len(names) > 1:
-        what = "holds layers of several expert-parallel sizes at ZeRO stage 0, or their param groups in another order"
-        mend = "load it with these sizes and groups, each run started with one PYTHONHASHSEED"
-        found = ", ".join(sorted(names))
-        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "experts of one size", found, mend=mend)
 
 
 def _groups_said(part: ZeroCheckpoint) -> str:

@@ -199,17 +199,6 @@ def all_named(
     return named
 
 
-def facts_together(parts: Sequence[ZeroCheckpoint]) -> OptimizerFacts:
-    """The param groups of optimizers that have some parameters each; of what several have the first one's."""
-    facts = [part.facts for part in parts if part.facts is not None]
-    groups = [
-        replace(of_all[0], members=tuple(dict.fromkeys(name for one in of_all for name in one.members)))
-        for of_all in zip(*(one.groups for one in facts), strict=True)
-    ]
-    scalars = {name: said for one in reversed(facts) for name, said in one.scalars.items()}
-    return OptimizerFacts(groups=tuple(groups), scalars=scalars)
-
-
 def _counted(
     group: Mapping[str, object], states: Mapping[int, Mapping[str, object]]
 ) -> Mapping[int, Mapping[str, object]]:

@@ -12,7 +12,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.experts import places_with_order
+from ds_reshard.formats.zero.experts import place_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.pipeline import tied_key
 from ds_reshard.formats.zero.rows import copy_fault, row_with_order, rows_with_order
@@ -81,37 +81,47 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
-    raise_faults(list(stage_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
+    raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
     if checkpoint.rows:
         return rows_with_order(checkpoint, lambda row: row_with_order(row, live.order))
+    if checkpoint.listing.places:
+        ep_rank = next(held.first // held.held for held in grid.experts.values())
+        first = {prefix: held.first for prefix, held in grid.experts.items()}
+        return place_with_order(checkpoint, live.order, ep_rank, first)
     if len(checkpoint.stages) > 1:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
-    named = places_with_order if checkpoint.listing.places else with_order
-    return named(checkpoint, live.order)
+    return with_order(checkpoint, live.order)
 
 
-def stage_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:
-    """A fault where this rank's stage is not one of those that a pipeline was saved with at ZeRO stage 0.
+def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:
+    """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
 
-    Its optimizers name no parameter, so each stage takes back its own. As many stages may have other layers: then the
+    Such optimizers name no parameter, so each rank takes back its own. As many stages may have other layers: then the
     first stage that has others has more of them, or fewer, and so parameters, and its rank says so.
     """
-    saved = checkpoint.stages
-    if checkpoint.stage != 0 or not saved or live is None:
+    saved, sizes = checkpoint.stages, {held.total // held.held for held in grid.experts.values()}
+    if checkpoint.stage != 0 or live is None:
         return
-    expected, found = str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
-    if len(saved) == grid.pp and not checkpoint.rows:
-        listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
-        if same_sizes(saved[grid.stage], live.order, [*map(len, listed)]):
+    if checkpoint.listing.places:
+        if sizes == {checkpoint.grid.ep}:
             return
-        expected, found = f"the layers of stage {grid.stage}", "others"
+        of, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
+    elif saved:
+        listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
+        of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
+        if len(saved) == grid.pp and not checkpoint.rows:
+            if same_sizes(saved[grid.stage], live.order, [*map(len, listed)]):
+                return
+            expected, found = f"the layers of stage {grid.stage}", "others"
+    else:
+        return
     yield UnsupportedLayout.fault(
         checkpoint.listing.folder,
-        "holds optimizers that name no parameter (ZeRO stage 0), one for each stage of the pipeline",
+        f"holds optimizers that name no parameter (ZeRO stage 0), one for each {of}",
         f"{expected}, as saved",
         found,
-        mend="load it with the stages and tensor-parallel ranks that were saved, and save at ZeRO stage 1 there; or "
-        "pass load_optimizer_states=False, load_lr_scheduler_states=False",
+        mend="load it with the sizes that were saved, and save at ZeRO stage 1 there; or pass "
+        "load_optimizer_states=False, load_lr_scheduler_states=False",
     )
 
 

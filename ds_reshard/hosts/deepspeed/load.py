@@ -36,7 +36,6 @@ from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_file
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.deepspeed.copies import stage_faults
 from ds_reshard.hosts.deepspeed.divided import told_by_parameters
 from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
@@ -418,7 +417,6 @@ def leave_to_deepspeed(
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     faults += _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
-    faults += stage_faults(checkpoint, mine.grid, mine.live) if request.load_optimizer else ()
     faults += _swapping(engine) if leave else ()
     if leave and is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))

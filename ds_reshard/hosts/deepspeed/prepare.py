@@ -22,11 +22,11 @@ from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
     model_of_stage,
     of_later_stages,
+    order_faults,
     ordered,
     plan_of,
     same_values,
     shares_unproved,
-    stage_faults,
     ties_restored,
 )
 from ds_reshard.hosts.deepspeed.divided import Share, more_rows, run_shares
@@ -347,9 +347,9 @@ def same_layout(
         return False
     if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
         return False
-    if checkpoint.stages and (checkpoint.stage != 0 or len(checkpoint.stages) != grid.pp):
+    if checkpoint.stages and checkpoint.stage != 0:
         return False
-    if checkpoint.stages and not ties_restored(checkpoint, grid):
+    if checkpoint.stages and (any(order_faults(checkpoint, grid, live)) or not ties_restored(checkpoint, grid)):
         return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and live_kind(engine) == stage0_kind(checkpoint)
@@ -492,9 +492,9 @@ class SavedGroups:
 
         A group inherits from the saved group that holds all its members; where they come from several, those should
         agree in every hyper-parameter. Groups without members, and elastic checkpoints, which store none, inherit
-        nothing, and neither does a load of weights alone from a stage-0 pipeline with other stages.
+        nothing, and neither does a load of weights alone where no file tells what the optimizers are of.
         """
-        if not self._optimizer and any(stage_faults(self._checkpoint, self._grid, self._live)):
+        if not self._optimizer and any(order_faults(self._checkpoint, self._grid, self._live)):
             return {}
         facts = self.ordered[0].facts
         if facts is None or self._live is None:
