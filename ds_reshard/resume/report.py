@@ -184,6 +184,9 @@ def _shown(value: object) -> str:
     return str(value)
 
 
+EQUAL_TO_WEIGHTS = "equal to the weights"
+"""Of fp32 masters of 16-bit weights that are no finer than these, also where a load was to bring finer ones."""
+
 _SPELLED = {(flag.key, flag.value): flag.names[0] for flag in FLAGS}
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import logs
 import torch
@@ -269,6 +270,12 @@ def resume(run: Run, folder: str, policy: dict[str, Any] | None = None, **change
             "warnings": report.warnings if report is not None else (),
             "rates": rates_of(trainer, TOTAL - trainer.lr_scheduler.last_epoch),
         }
+
+
+def resume_unrestored(run: Run, folder: str) -> dict[str, Any]:
+    """The same where the random states that were read are dropped."""
+    with mock.patch("ds_reshard.hosts.nanotron.trainer.restore"):
+        return resume(run, folder)
 
 
 @on_nodes

@@ -293,6 +293,27 @@ def test_states_and_hyperparameters_are_those_that_were_asked_for(
                 assert told == ["from the loaded weights" if skipped else "from the checkpoint", moments]
 
 
+@pytest.mark.parametrize("source", [Run(dp=2), Run(tp=2)], ids=["unchanged", "resharded"])
+@pytest.mark.parametrize(
+    ("policy", "masters", "moments"),
+    [
+        ({}, "equal to the weights", "from the checkpoint"),  # of zeros, at a step that is none
+        ({"optimizer": "masters"}, "equal to the weights", "zero"),
+        ({"optimizer": "skip"}, "from the loaded weights", "zero"),
+    ],
+)
+def test_rows_of_what_is_alike_are_looked_at(
+    policy: dict[str, Any], masters: str, moments: str, source: Run, tmp_path: Path, worlds: Any
+) -> None:
+    """Masters that are no finer than the weights of the run, and moments of zero."""
+    held, of_run = values(Run()), values(Run(seed=9))
+    held |= {key: torch.zeros_like(one) for key, one in held.items() if key[1].startswith("exp_avg")}
+    held |= {(name, "fp32"): of_run[name, "weight"].float() for name, _ in held}
+    folder = str(write(source, tmp_path / "saved", held))
+    report = worlds[2].run("nanotron_jobs.resume", run=Run(dp=2), folder=folder, policy=policy)[0]["report"]
+    assert [report[name].used for name in ("fp32 masters", "moments and step")] == [masters, moments]
+
+
 def test_what_is_no_hyperparameter_is_refused(saved: Callable[..., str], worlds: Any) -> None:
     with pytest.raises(Exception, match="is not a hyper-parameter of this run"):
         worlds[1].run("nanotron_jobs.resume", run=Run(), folder=saved(Run()), policy={"hyperparameters": ["momentum"]})
@@ -338,6 +359,10 @@ def test_random_states_are_restored_where_the_ranks_are_the_same(saved: Callable
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(100 + rank)
             assert torch.equal(found["random"], torch.random.get_rng_state()), rank
+        if rank == 0:
+            assert found["report"]["random states"].used == "from the checkpoint"
+    other, _ = worlds[2].run("nanotron_jobs.resume_unrestored", run=run, folder=folder)
+    assert other["report"]["random states"].used == "of this run"
     (other,) = worlds[1].run("nanotron_jobs.resume", run=Run(), folder=folder)
     assert other["report"]["random states"].used == "of this run"
     assert any("random states are of this run" in warning for warning in other["warnings"])

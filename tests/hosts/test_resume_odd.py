@@ -167,3 +167,26 @@ def test_rows_tell_the_engine_and_not_the_request(worlds: Any, kept: Any, now: R
     assert (anew["fp32 masters"]["used"], anew["moments"]["used"]) == ("from weights", "checkpoint")
     alone = rows(now, arguments={"load_optimizer_states": False})
     assert {alone[name]["checkpoint"] for name in ("fp32 masters", "moments")} <= {"saved", "not opened"}
+
+
+@pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
+def test_rows_of_what_is_alike_are_looked_at(worlds: Any, tmp_path: Path, now: Run) -> None:
+    """Masters that are no finer than their weights, and moments of zero, are said to be so, whatever was asked for."""
+
+    def rows(saved: Run, run: Run, **more: Any) -> tuple[str, str]:
+        folder = tmp_path / saved.dtype
+        if not folder.exists():
+            worlds[saved.dp].run("resume_jobs.save", setup=Setup(run=saved), folder=str(folder), steps=0)
+        loaded = resume(worlds, Setup(run=run), folder, **more)
+        assert loaded[0]["error"] is None, loaded[0].get("text")
+        told = {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}
+        return told["fp32 masters"], told["moments"]
+
+    for stepped in (0, 2):
+        assert rows(Run(2, 2), now, stepped=stepped) == ("equal to the weights", "anew")
+        assert rows(Run(2, 2, "fp32"), replace(now, dtype="fp32"), stepped=stepped) == ("checkpoint", "anew")
+    alone = {"arguments": {"load_optimizer_states": False}}
+    assert rows(Run(2, 2, "fp32"), replace(now, dtype="fp32"), stepped=2, **alone) == (
+        "from weights",
+        "as before this load",
+    )

@@ -27,6 +27,7 @@ from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
+from ds_reshard.resume.report import EQUAL_TO_WEIGHTS
 from ds_reshard.resume.schedulers import has_moments
 
 if TYPE_CHECKING:
@@ -315,8 +316,7 @@ _KEPT = "as before this load"
 def states_left(engine: DeepSpeedEngine, last: Last) -> dict[str, str]:
     """Whose the masters and the moments of this rank are after a load, by the rows of its report.
 
-    By what is in the engine; what was asked for tells apart only what is alike: masters of fp32 training, for one, are
-    the weights.
+    By what is in the engine; what was asked for tells whose moments are that are other than zero.
     """
     moments = FROM_CHECKPOINT if last.request.load_moments and last.saved.has(MOMENTS) else _KEPT
     return {MASTERS: _masters_left(engine, last), MOMENTS: moments if has_moments(engine.optimizer) else ANEW[MOMENTS]}
@@ -333,16 +333,16 @@ def _masters_left(engine: DeepSpeedEngine, last: Last) -> str:
             _weights_beside(engine, live) if live is not None else (),
             strict=True,
         )
-        if weights is not None and weights.dtype is not masters.dtype and weights.numel() == masters.numel()
+        if weights is not None and weights.numel() == masters.numel()
     ]
     if any(_first_difference(masters, weights) is not None for masters, weights in compared):
         return "not those of the weights" if loaded else _KEPT
-    made = compared and all(_first_difference(weights, masters) is None for masters, weights in compared)
-    if made and not (loaded and engine.zero_load_from_fp32_weights()):
-        return ANEW[MASTERS]
-    if loaded:
+    finer = any(_first_difference(weights, masters) is not None for masters, weights in compared)
+    if not loaded:
+        return _KEPT if finer else ANEW[MASTERS]
+    if finer or all(weights.dtype is masters.dtype for masters, weights in compared):
         return FROM_CHECKPOINT
-    return _KEPT if compared else ANEW[MASTERS]
+    return EQUAL_TO_WEIGHTS if engine.zero_load_from_fp32_weights() else ANEW[MASTERS]
 
 
 def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:

@@ -155,13 +155,28 @@ def _held(part: Optimizer) -> Iterator[_Held]:
         yield from ((live, live, 0, live.numel()) for lives in groups for live in lives)
 
 
+_COMPARED_NUMEL = 1 << 20
+
+
 def masters_are_weights(part: Optimizer) -> bool:
-    """Whether each master on this rank is its weight to the bit, as after a load of weights alone."""
+    """Whether each master on this rank is its weight to the bit, as after a load of weights alone.
+
+    Of each the first elements are compared, as many as take little memory.
+    """
     return all(
-        bool((param.detach().view(-1)[start:stop].to(master.dtype) == master.detach().view(-1)).all())
+        bool((param.detach().view(-1)[start:stop][:_COMPARED_NUMEL].to(master.dtype) == _first(master)).all())
         for param, master, start, stop in _held(part)
         if param is not master
     )
+
+
+def _first(master: torch.Tensor) -> torch.Tensor:
+    return master.detach().view(-1)[:_COMPARED_NUMEL]
+
+
+def has_finer_masters(part: Optimizer) -> bool:
+    """Whether its masters are of another type than the weights: they may be finer."""
+    return any(param.dtype != master.dtype for param, master, _, _ in _held(part))
 
 
 class _Range(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
@@ -13,19 +13,27 @@ from ds_reshard.hosts.megatron.group_values import is_fresh, is_loaded, remember
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE
 from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
 from ds_reshard.hosts.megatron.parts import POSITION, live_schedule, run_schedule
-from ds_reshard.hosts.megatron.pieces import masters_are_weights
+from ds_reshard.hosts.megatron.pieces import has_finer_masters, masters_are_weights
 from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.megatron import FIELDS, Schedule
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.policy_sources import note_applied
-from ds_reshard.resume.report import ResumeReport, Row, batch_size_warning, because, publish_or_log, say_applied
+from ds_reshard.resume.report import (
+    EQUAL_TO_WEIGHTS,
+    ResumeReport,
+    Row,
+    batch_size_warning,
+    because,
+    publish_or_log,
+    say_applied,
+)
 
 logger = logging.getLogger("ds_reshard")
 
 _OF_GROUP = ("lr", "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULE = tuple(name for name in FIELDS if name not in BOUNDS)
 _FROM_CHECKPOINT, _FROM_WEIGHTS, _ZERO = "from the checkpoint", "from the loaded weights", "zero"
-_KEPT, _OWN = "as before this load", "of this run"
+_KEPT, _OWN, _NONE = "as before this load", "of this run", "none on this rank"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +57,9 @@ def foreseen(policy: ResumePolicy) -> Left:
 def measured(load: Load) -> Left:
     """What a load has left: of the optimizers and generators as they are now, and not of the policy."""
     parts = leaves(load.optimizer)
-    if not parts:  # no parameters on this rank
-        return replace(foreseen(load.policy), random=_goes_on(load.random))
     return Left(
-        masters="; ".join(dict.fromkeys(map(_masters, parts))),
-        moments="; ".join(dict.fromkeys(map(_moments, parts))),
+        masters="; ".join(dict.fromkeys(map(_masters, parts))) or _NONE,
+        moments="; ".join(dict.fromkeys(map(_moments, parts))) or _NONE,
         random=_goes_on(load.random),
     )
 
@@ -63,9 +69,10 @@ def _moments(part: Optimizer) -> str:
 
 
 def _masters(part: Optimizer) -> str:
+    same = masters_are_weights(part)
     if is_loaded(part):
-        return _FROM_CHECKPOINT
-    return _FROM_WEIGHTS if masters_are_weights(part) else _KEPT
+        return EQUAL_TO_WEIGHTS if same and has_finer_masters(part) else _FROM_CHECKPOINT
+    return _FROM_WEIGHTS if same else _KEPT
 
 
 def _goes_on(states: object) -> bool:

@@ -60,7 +60,7 @@ from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, sam
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import batch_size_warning, because
+from ds_reshard.resume.report import EQUAL_TO_WEIGHTS, batch_size_warning, because
 from ds_reshard.resume.schedulers import has_moments
 
 if TYPE_CHECKING:
@@ -527,9 +527,17 @@ def _buffer(name: str, kind: str) -> str:
 _KEPT = "as before this load"
 
 
+def _left(live: Live, policy: ResumePolicy) -> tuple[str, str]:
+    """Whose the masters and the moments of all ranks are, each answer once; collective."""
+    mine = (_masters_left(live, policy), _moments_left(live, policy)) if live.held else None
+    everyone = [one for one in gather(mine, live.world) if one is not None]
+    masters, moments = ("; ".join(dict.fromkeys(answers)) for answers in zip(*everyone, strict=True))
+    return masters, moments
+
+
 def _moments_left(live: Live, policy: ResumePolicy) -> str:
-    """Whose the moments of this rank are, by what is in its optimizer; by the policy where it has no part of any."""
-    if not (has_moments(live.base) if live.held else policy.loads_moments):
+    """Whose the moments and steps of this rank are, by what is in its optimizer."""
+    if not has_moments(live.base, steps=True):
         return "zero"
     return "from the checkpoint" if policy.loads_moments else _KEPT
 
@@ -537,10 +545,13 @@ def _moments_left(live: Live, policy: ResumePolicy) -> str:
 def _masters_left(live: Live, policy: ResumePolicy) -> str:
     """Whose the masters of this rank are: after a load without them the weights, to the bit."""
     parts = live.accumulator.parameters.values() if live.accumulator is not None else ()  # type: ignore[attr-defined]
-    weights = [bool((held["fp32"] == held["half"]).all()) for held in parts]
-    if all(weights) and (weights or not policy.loads_masters):
+    if not all(bool((held["fp32"] == held["half"]).all()) for held in parts):
+        return "from the checkpoint" if policy.loads_masters else _KEPT
+    if not policy.loads_masters:
         return "from the loaded weights"
-    return "from the checkpoint" if policy.loads_masters else _KEPT
+    return (
+        EQUAL_TO_WEIGHTS if any(held["fp32"].dtype != held["half"].dtype for held in parts) else "from the checkpoint"
+    )
 
 
 def report_optimizer(
@@ -568,9 +579,9 @@ def report_optimizer(
         if size is None and not policy.schedule_is_this_runs and not policy.takes(BATCH):
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
             load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
-    why = because(policy, "optimizer")
-    load.row("fp32 masters", _masters_left(live, policy), why)
-    load.row("moments and step", _moments_left(live, policy), why)
+    why, (masters, moments) = because(policy, "optimizer"), _left(live, policy)
+    load.row("fp32 masters", masters, why)
+    load.row("moments and step", moments, why)
     for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
         values = saved[number] if saved is not None else {}
         for name in dict.fromkeys((*_OF_GROUP, *policy.hyperparameters)):

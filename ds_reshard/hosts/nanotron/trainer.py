@@ -87,7 +87,14 @@ def _random_states(load: Load, trainer: Trainer) -> tuple[str, str]:
         return "of this run", "host"
     found = together(lambda: read_random_states(path), world, subject=f"loading {load.where}")
     together(lambda: restore(trainer.random_states, found, path), world, subject=f"loading {load.where}")
-    return "from the checkpoint", "host"
+    left = all(gather(_go_on(trainer.random_states, found), world))
+    return "from the checkpoint" if left else "of this run", "host"
+
+
+def _go_on(live: object, found: object) -> bool:
+    """Whether torch's generators of this rank go on as those that were saved."""
+    mine, read = cast("dict[str, RandomState]", live), cast("dict[str, RandomState]", found)
+    return all(name in mine and bool((mine[name].torch_cpu == one.torch_cpu).all()) for name, one in read.items())
 
 
 def load_meta(call: Call) -> object:
