@@ -8,9 +8,11 @@ time is ended, and the next case gets a new one.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import multiprocessing
 import os
+import signal
 import time
 import traceback
 from multiprocessing.connection import Connection
@@ -74,6 +76,7 @@ class World:
 
     def run_without(self, lost: int, job: str, timeout_s: float, **kwargs: Any) -> list[Any]:
         """What the other ranks answer, where one ends or hangs in its job; None of one that does not in time."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((job, kwargs))
         others, deadline = [pipe for rank, pipe in enumerate(self._pipes) if rank != lost], time.monotonic() + timeout_s
@@ -83,6 +86,8 @@ class World:
         return [answer and (answer[1] if answer[0] else answer[2]) for answer in answers]
 
     def run(self, job: str, **kwargs: Any) -> list[Any]:
+        """What each rank answers; between jobs they are stopped, as threads of gloo wake up each hundredth second."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.send((job, kwargs))
         deadline = time.monotonic() + JOB_TIMEOUT_S
@@ -100,9 +105,16 @@ class World:
             else:
                 errors[rank] = value
                 report += f"\n--- rank {rank} ---\n{trace}"
+        self._signal(signal.SIGSTOP)
         if report:
             raise WorkerFailed(f"{job} failed{report}", errors)
         return results
+
+    def _signal(self, number: signal.Signals) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                with contextlib.suppress(ProcessLookupError):  # it has ended since
+                    os.kill(process.pid, number)
 
     @property
     def alive(self) -> bool:
@@ -110,6 +122,7 @@ class World:
 
     def close(self) -> None:
         """Let the workers end by themselves, so that they clean up; kill those that have not ended after 5 s."""
+        self._signal(signal.SIGCONT)
         for pipe in self._pipes:
             pipe.close()
         deadline = time.monotonic() + 5
