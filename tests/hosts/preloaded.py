@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+from importlib import metadata
 
 from devices import DEVICE
 
@@ -12,13 +14,17 @@ os.environ.update(
 )
 
 import accelerate.utils  # noqa: F401
+import cpuinfo
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # is imported by the first engine, with torch._inductor
+import fresh  # noqa: F401  # imports pytest
 import fsdp_jobs  # noqa: F401
 import jobs
 from package import import_with
 from transformers import Trainer  # noqa: F401
 
 os.fsync = lambda fd: None  # as in conftest.py
+metadata.metadata = functools.cache(metadata.metadata)  # each Accelerator reads those of sixteen packages
+cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # for which each CPUAdam starts an interpreter
 jobs.load_frameworks()
 import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at
