@@ -154,6 +154,7 @@ def no_resume(flags: list[str]) -> list[str]:
     """What a script without DeepSpeed is told of an optimizer that gets its own state: prepared, or going back."""
     import ds_reshard
 
+    jobs.forget_accelerate()
     plain, other, named = _Plain(""), _Plain("", "script, Adagrad"), _Plain("", "script, by names")
 
     def prepare() -> None:

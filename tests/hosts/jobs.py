@@ -24,6 +24,7 @@ from devices import BACKEND, DEVICE
 from odd_optimizer import Odd
 
 _STATE: dict[str, Any] = {}
+_LINEAR = torch.nn.functional.linear
 
 
 def load_frameworks() -> None:
@@ -51,6 +52,7 @@ def forget_accelerate() -> None:
 
     for state in (AcceleratorState, PartialState, GradientState):
         state._reset_state()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
 
 
 @contextmanager
@@ -76,26 +78,30 @@ def forget() -> None:
 
 
 def let_go(state: dict[str, Any]) -> None:
-    """Empty `state`, and destroy its engine and every process group but the world, which keep threads otherwise.
+    """Empty `state`; destroy every engine there is and every process group but the world: they keep threads otherwise.
 
     An engine that is not destroyed is never collected: hooks of autograd, outside of Python's sight, refer to it.
     """
+    from deepspeed import DeepSpeedEngine
     from deepspeed.utils import groups
     from torch.distributed import distributed_c10d
 
-    engine = state.get("engine")
     state.clear()
-    with contextlib.suppress(Exception):  # it takes states of an optimizer for dense ones; then the engine stays
-        if engine is not None:
-            engine.destroy()
-    del engine
+    engines = [one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine)]
+    while engines:
+        with contextlib.suppress(Exception):  # it takes states of an optimizer for dense ones; then the engine stays
+            engines.pop().destroy()
+    torch.nn.functional.linear = _LINEAR  # in whose place the first engine of stage 3 puts another
     gc.collect()
     for name, first in _groups_at_first().items():
         setattr(groups, name, {} if first == {} else first)
     world = distributed_c10d._get_default_group()
-    for group in list(distributed_c10d._world.pg_map):
-        if group is not world:
-            torch.distributed.destroy_process_group(group)
+    for group in [one for one in distributed_c10d._world.pg_map if one is not world]:
+        torch.distributed.destroy_process_group(group)
+        for holder in gc.get_referrers(group):  # engines of stage 3, and parameters of bf16, stay all the same
+            names = holder if type(holder) is dict else getattr(holder, "__dict__", None)
+            for name in [name for name, held in names.items() if held is group] if type(names) is dict else ():
+                names[name] = None
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import jobs
 import logs
 import torch
 import torch.distributed as dist
@@ -56,8 +57,10 @@ def hooked(policy: dict[str, Any] | None = None) -> Iterator[None]:
 
 
 def context_of(run: Run) -> Any:
+    """Its groups take the place of those of any context before."""
     from nanotron.parallel import ParallelContext
 
+    jobs.let_go({})
     return ParallelContext(pp=run.pp, dp=run.dp, tp=run.tp, cp=run.cp, exp=run.exp)
 
 
