@@ -13,6 +13,7 @@ import logs
 import torch
 from devices import BACKEND, DEVICE
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_map_only
 
 VOCABULARY = 50
 SEQUENCE = 8
@@ -184,7 +185,7 @@ def ended(run: Callable[[], object]) -> dict[str, Any]:
         except ReshardError:
             after = _everything(models, optimizer, scheduler)
             assert before and before.keys() <= after.keys()
-            changed.extend(name for name in after if repr(before.get(name)) != repr(after[name]))
+            changed.extend(name for name in after if not _same(before.get(name), after[name]))
             raise
 
     training.load_checkpoint = watched
@@ -197,14 +198,26 @@ def ended(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def _everything(models: Any, optimizer: Any, scheduler: Any) -> dict[str, Any]:
-    """Weights, masters, the values of the groups and the schedule."""
-    torch.set_printoptions(threshold=10**6, precision=9)
-    held = {f"weight {name}": value.clone() for model in models for name, value in model.named_parameters()}
+    """Weights, masters, the values of the groups and the schedule, copied."""
+    held = {f"weight {name}": value for model in models for name, value in model.named_parameters()}
     for number, group in enumerate(optimizer.param_groups):
         held |= {f"group {number} {name}": value for name, value in group.items() if name != "params"}
-        held |= {f"master {number}.{i}": value.detach().clone() for i, value in enumerate(group["params"])}
-    held |= {f"states {i}": repr(one.optimizer.state) for i, one in enumerate(optimizer.chained_optimizers)}
-    return held | {f"schedule {name}": value for name, value in scheduler.state_dict().items()}
+        held |= {f"master {number}.{i}": value for i, value in enumerate(group["params"])}
+    held |= {f"states {i}": [*one.optimizer.state.values()] for i, one in enumerate(optimizer.chained_optimizers)}
+    held |= {f"schedule {name}": value for name, value in scheduler.state_dict().items()}
+    return tree_map_only(torch.Tensor, lambda value: value.detach().clone(), held)  # type: ignore[no-any-return]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether values, and all that is in them, are the same: tensors bit for bit."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape)
+        return alike and one.reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8))
+    if type(one) is not type(other) or not isinstance(one, dict | list | tuple):
+        return repr(one) == repr(other)
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(value, other[name]) for name, value in one.items())
+    return len(one) == len(other) and all(map(_same, one, other))
 
 
 def drop(folder: str, name: str) -> dict[str, Any]:
