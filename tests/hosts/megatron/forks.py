@@ -35,6 +35,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 START_TIMEOUT_S = 180.0
 RUN_TIMEOUT_S = 150.0
+_OF_A_FIRST_RUN = (
+    "dist_checkpointing.gpt_checkpoint_interop",
+    "dist_checkpointing.strategies.cached_metadata_filesystem_reader",
+    "models.mimo.optimizer",
+    "tokenizers.text.models.gpt_tokenizer",
+)
+"""What `megatron.training` imports as late as in a run."""
 
 
 class Failed(Exception):
@@ -155,26 +162,40 @@ def _import() -> None:
     if importlib.util.find_spec("megatron.training") is not None:
         for name in ("core.models.gpt", "core.tokenizers.text", "training.training"):  # the tokenizers: transformers
             importlib.import_module(f"megatron.{name}")
+        for name in _OF_A_FIRST_RUN:
+            with contextlib.suppress(ImportError):  # not in each release
+                importlib.import_module(f"megatron.core.{name}")
         datasets = importlib.import_module("megatron.core.datasets.utils")
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
-        _read_the_help()
+        _parse_once()
     writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
     writer._results_queue = (
         queue.Queue()
     )  # else each rank that saves starts an interpreter, which imports torch, for it
     imported()
     import_with("megatron", "torch", "dcp")
+    for name in ("torch.utils.serialization", "format_jobs", "load_jobs", "small_gpt"):
+        importlib.import_module(name)
     gc.freeze()  # what is imported would be most of what each run's collections look at, and copy
 
 
-def _read_the_help() -> None:
-    """Of each option, once: Megatron's parser parses the source of its classes, a quarter of what a run takes."""
+def _parse_once() -> None:
+    """What each option is, and its help, for which Megatron parses the source of its classes: a third of a run."""
     from megatron.training import argument_utils, arguments
 
     factory = argument_utils.ArgumentGroupFactory
     read = functools.cache(functools.partial(factory._get_field_docstrings, object.__new__(factory)))
     factory._get_field_docstrings = lambda self, source: read(source)
-    arguments.add_megatron_arguments(argparse.ArgumentParser())
+    add = arguments.add_megatron_arguments
+    made = add(argparse.ArgumentParser(add_help=False))
+
+    def add_made(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        if type(parser) is not argparse.ArgumentParser:
+            return add(parser)
+        parser._add_container_actions(made)
+        return parser
+
+    arguments.add_megatron_arguments = add_made
 
 
 def _serve(job: dict[str, Any]) -> None:
