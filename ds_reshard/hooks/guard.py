@@ -95,7 +95,10 @@ def holders(package: str, values: Iterable[object]) -> dict[int, list[tuple[Modu
         if not (name == package or name.startswith(f"{package}.")) or not isinstance(module, ModuleType):
             continue
         # object.__getattribute__: a module behind importlib.util.LazyLoader loads when it is looked at.
-        for attribute, held in list(object.__getattribute__(module, "__dict__").items()):
+        names = object.__getattribute__(module, "__dict__")
+        if found.keys().isdisjoint(map(id, list(names.values()))):  # most modules hold none: the names cost as much
+            continue
+        for attribute, held in list(names.items()):
             if id(held) in found:
                 found[id(held)].append((module, attribute))
     return found
