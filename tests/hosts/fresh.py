@@ -26,7 +26,7 @@ PATIENCE_S = 90.0
 
 
 def run(job: str, size: int, *, collective_s: float = PATIENCE_S, **kwargs: Any) -> list[Any]:
-    """What `module.function` gave on each rank; an exception as text, a signal as "signal 6", else "silent"."""
+    """What `module.function` gave on each rank; an exception as text, else "signal 6", "status 1" or "silent"."""
     context = server()
     with tempfile.TemporaryDirectory() as folder:
         ranks = []
@@ -75,7 +75,8 @@ def _answer(process: Any, pipe: Connection, deadline: float) -> Any:
         return pipe.recv() if pipe.poll(max(0.0, deadline - time.monotonic())) else "silent"
     except EOFError:
         process.join(5)
-        return f"signal {-process.exitcode}" if process.exitcode else "silent"
+        status = process.exitcode or 0
+        return f"signal {-status}" if status < 0 else f"status {status}" if status else "silent"
 
 
 def _rank(
@@ -86,17 +87,16 @@ def _rank(
 
     os.environ.update(environment(rank, size, 0))
     torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        BACKEND,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=size,
-        timeout=datetime.timedelta(seconds=collective_s),
-    )
     module, _, name = job.rpartition(".")
     try:
-        answer = getattr(importlib.import_module(module), name)(**kwargs)
-    except Exception as error:
-        answer = f"{type(error).__name__}: {error}"
-    pipe.send(answer)
+        torch.distributed.init_process_group(
+            BACKEND,
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=size,
+            timeout=datetime.timedelta(seconds=collective_s),
+        )
+        pipe.send(getattr(importlib.import_module(module), name)(**kwargs))
+    except Exception as error:  # of joining, of the job, or of sending: no room for its tensors in shared memory
+        pipe.send(f"{type(error).__name__}: {error}")
     time.sleep(PATIENCE_S)  # its end would be an error of the ranks that wait for it, and hide that they do
