@@ -44,11 +44,6 @@ def main() -> None:
         (Path(folder) / "ds_config.json").write_text(json.dumps(CONFIG))
         for name, command in PICTURES.items():
             _draw(name, command, _terminal(command, folder))
-        _terminal("ds-reshard plan out/checkpoint-4 --to zero1 --dp 5 --html plan.html", folder)
-        page = (Path(folder) / "plan.html").read_text(encoding="utf-8")
-        (style,), (drawn,) = (re.findall(rf"<{name}.*?</{name}>", page, re.DOTALL) for name in ("style", "svg"))
-        white = '<rect width="100%" height="100%" fill="#fff"/>'
-        (ROOT / "docs" / "plan.svg").write_text(drawn.replace(">", f">{style}{white}", 1), encoding="utf-8")
         _ranks(1, folder, REPORT.partition("train.py ")[2])
         _draw("report", REPORT, _report(Path(folder) / "report.json"))
 

@@ -97,16 +97,13 @@ FLAGS = (
 )
 
 
-class _Asked:
-    """An action of argparse that tells `asked` of what another parser than its own has parsed so far.
+class _OfOneParser:
+    """An action of argparse that no other parser takes over, as one does that has this one's among its `parents`.
 
-    One that has its own among its `parents` has the actions of that, and none of its methods. The flags of `script`
-    are others' actions, which tell nothing there: argparse, which notes in `container` where it adds an action, is
-    stopped.
+    Only the methods of its own parser tell what was parsed; argparse notes in `container` where it adds an action.
     """
 
-    asked: Callable[[argparse.Namespace], None] = staticmethod(lambda parsed: None)
-    script: Sequence[str] = ()
+    closed = False
 
     @property
     def container(self) -> object:
@@ -115,47 +112,38 @@ class _Asked:
     @container.setter
     def container(self, parser_or_group: object) -> None:
         self._container = parser_or_group
-        if self.script:
-            what = "is the script's own flag, and its parser is among the parents of another: what that parses is lost"
+        if self.closed:
+            what = "are those of a parser that is among the parents of another: what that parses is lost"
             mend = "call add_arguments on the parser that parses, not on its parents"
-            raise error_of([ConfigError.fault(flag, what, mend=mend) for flag in self.script], subject=PLACE)
-
-    def __call__(self, parser: object, namespace: argparse.Namespace, *given: object) -> None:
-        super().__call__(parser, namespace, *given)  # type: ignore[misc]
-        if not hasattr(parser, "_ds_reshard_flags"):
-            self.asked(namespace)
+            raise ConfigError.of("the resume flags", what, mend=mend)
 
 
-class _Switch(_Asked, argparse._StoreTrueAction):
+class _Switch(_OfOneParser, argparse._StoreTrueAction):
     pass
 
 
-class _Valued(_Asked, argparse._StoreAction):
+class _Valued(_OfOneParser, argparse._StoreAction):
     pass
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, place: str = PLACE) -> argparse.ArgumentParser:
-    """Give a parser the resume flags; whatever it, or one that has it among its `parents`, parses is then this
-    process's resume policy.
+    """Give a parser the resume flags; whatever it parses is then this process's resume policy.
 
-    A flag that the parser knows already is left as it is, and its value read; such a parser may not be one of the
-    `parents`. Called twice, the second call changes nothing. `place` is how messages name it. Raises ConfigError for a
-    known flag of another kind (one that takes a value where ours takes none).
+    A flag that the parser knows already is left as it is, and its value read. Called twice, the second call changes
+    nothing. `place` is how messages name it. Raises ConfigError for a known flag of another kind (one that takes a
+    value where ours takes none), and later where the parser is among the `parents` of another.
     """
     if getattr(parser, "_ds_reshard_flags", None) is not None:
         return parser
     dests, adopted = define(parser)
-    known = parser._option_string_actions
-    script = [name for flag in FLAGS for name in flag.names if not isinstance(known.get(name), _Asked | None)]
     plain, intermixed = parser.parse_known_args, parser.parse_known_intermixed_args
 
     def asked(parsed: argparse.Namespace) -> None:
         ask(given(parsed, dests, place=place, adopted=adopted))
 
     for action in parser._actions:
-        if isinstance(action, _Asked):
-            action.asked = asked
-            action.script = script
+        if isinstance(action, _OfOneParser):
+            action.closed = True
 
     def parse_known_args(args: object = None, namespace: object = None) -> tuple[argparse.Namespace, list[str]]:
         parsed, rest = plain(args, namespace)  # type: ignore[call-overload]
@@ -246,7 +234,7 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
             faults.append(ConfigError.fault(flag.names[0], what, wanted, found, mend=mend))
         dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
-            had |= {flag.key} if not isinstance(theirs, _Asked) else set()
+            had |= {flag.key} if not isinstance(theirs, _OfOneParser) else set()
     raise_faults(faults, subject="command line")
     return dests, frozenset(had)
 

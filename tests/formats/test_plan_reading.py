@@ -8,7 +8,6 @@ import pytest
 from high_water import memory_taken
 from sparse_checkpoint import gpt_shapes, write_checkpoint
 
-from ds_reshard.cli.plan_command import page
 from ds_reshard.operations import plan
 
 
@@ -21,7 +20,6 @@ def test_a_plan_reads_metadata_alone(tmp_path: Path, to: str, dp: int | None) ->
     assert nbytes > 4 << 30
     assert made.bytes_read > (0.85 if to == "zero3" else 0.99) * nbytes  # which keeps no 16-bit weights
     assert made.metadata_nbytes is not None and made.metadata_nbytes < nbytes / 1000
-    assert len(page(made)) < 1 << 20
 
 
 @pytest.mark.slow

@@ -6,7 +6,6 @@ Truth is a rule that gives every element of every tensor its own value (`grid_tr
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -313,19 +312,6 @@ def test_inspect_says_where_a_parameter_is_and_what_tells_it(
 ) -> None:
     told = {one.name: one.division for one in inspect(str(folders(grid))).parameters}
     assert {name: told[name] for name in cuts} == cuts
-
-
-def test_a_plan_draws_the_ranks_of_both_runs(folders: Folders, tmp_path: Path, capsys: Any) -> None:
-    """A square a rank: pp 2 x tp 2 x dp 1, and tp 4 x dp 3; one colour for each place of experts."""
-    page = tmp_path / "plan.html"
-    asked = ["--to", "zero1", "--tp", "4", "--dp", "3", "--html", str(page)]
-    assert main(["plan", str(folders(STAGES)), *asked]) == 0
-    assert "(dp 1, tp 2, pp 2) to zero1, dp 3, tp 4" in capsys.readouterr().out
-    drawn = page.read_text().partition("</figure>")
-    assert [part.count("data-parallel rank ") for part in (drawn[0], drawn[2])] == [4, 12]
-    assert main(["plan", str(folders(moe(2, 4))), "--to", "zero1", "--ep", "4", "--html", str(page)]) == 0
-    after = page.read_text().partition("</figure>")[2].partition("</figure>")[0]
-    assert len(set(re.findall('fill="(#[0-9a-f]+)"', after))) == 4
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,10 @@
-"""`plan`: what it foretells is what a conversion then reads and writes; it reads no tensor, and draws one page."""
+"""`plan`: what it foretells is what a conversion then reads and writes; it reads no tensor."""
 
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
-from html.parser import HTMLParser
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,10 @@ from saves import Saves
 from test_bad_input import TAG
 
 from ds_reshard.cli.main import main
-from ds_reshard.cli.plan_command import page
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.checkpoint import open_checkpoint
-from ds_reshard.model.reports import ConversionPlan, UnitPlan
-from ds_reshard.model.target import RunSizes
 from ds_reshard.operations import convert, plan
-from ds_reshard.operations.source import find_zero
+from ds_reshard.operations.source import find_listing
 
 pytestmark = pytest.mark.distributed
 
@@ -87,7 +82,7 @@ def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_pa
     folder, _ = saves(Run(3, 2), Model())
     convert(str(folder), str(tmp_path / "out"), to="zero3", dp=16)
     opened = worlds[2].run("load_opening", run=Run(3, 2), model=Model(), folder=str(tmp_path / "out"))
-    checkpoint = open_checkpoint(find_zero(str(tmp_path / "out"), None, tool="this test"), optimizer=True)
+    checkpoint = open_checkpoint(find_listing(str(tmp_path / "out"), None).listing, optimizer=True)
     names = checkpoint.listing
     for rank, files in enumerate(opened):
         shards = set()
@@ -100,89 +95,8 @@ def test_a_rank_opens_the_shards_that_it_reads(worlds: Any, saves: Saves, tmp_pa
         assert {name for name in files if name.endswith(".pt")} == wanted
 
 
-class _Tags(HTMLParser):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[str, dict[str, Any]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
-
-
-def test_the_page_needs_nothing_beside_itself(saves: Saves, tmp_path: Path) -> None:
-    """One SVG with a cell for each file that a rank reads; no script, no link, no image."""
-    folder, _ = saves(Run(3, 3), MODEL)
-    target = tmp_path / "plan.html"
-    assert main(["plan", str(folder), "--to", "zero2", "--dp", "2", "--html", str(target)]) == 0
-    tags = _Tags()
-    tags.feed(target.read_text(encoding="utf-8"))
-    names = [tag for tag, _ in tags.found]
-    made = plan(str(folder), to="zero2", dp=2)
-    cells = [attributes for tag, attributes in tags.found if attributes.get("class") == "cell"]
-    assert names.count("svg") == 1 and len(cells) == sum(len(unit.reads) for unit in made.units)
-    assert not {"script", "link", "img", "iframe"} & set(names)
-    assert not [attributes for _, attributes in tags.found if {"src", "href"} & set(attributes)]
-
-
-def test_a_page_that_does_not_fit_leaves_the_old_one(
-    saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A limit of the system on the bytes of a file; nothing is left of the new page."""
-    words, target = ["plan", str(saves(Run(3, 3), MODEL)[0]), "--to", "zero2", "--dp", "2"], tmp_path / "plan.html"
-    target.write_text("old")
-    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, most))
-    try:
-        assert main([*words, "--html", str(target)]) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
-    assert f"{target}: cannot be written: File too large; free space there" in capsys.readouterr().err
-    assert target.read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["plan.html"]
-
-
-def _wide(ranks: int, name: str = "rank_{}.pt") -> ConversionPlan:
-    units = tuple(
-        UnitPlan(
-            family="optim",
-            shard=n,
-            files=(f"out_{n}.pt",),
-            bytes_written=10,
-            reads={name.format(m): 1 + m for m in range(ranks)},
-        )
-        for n in range(ranks)
-    )
-    return ConversionPlan(
-        folder="runs",
-        to="zero3",
-        dp=ranks,
-        saved=RunSizes(ranks),
-        coming=RunSizes(ranks),
-        sources={name.format(m): 99 for m in range(ranks)},
-        units=units,
-        buffer_nbytes=1,
-        bandwidth=1e9,
-    )
-
-
-def test_a_page_of_64_by_64_has_every_cell_apart() -> None:
-    """Synthetic: cells of a readable size that do not lie on each other, each labelled row and column."""
-    tags = _Tags()
-    tags.feed(page(_wide(64)))
-    cells = [attributes for _, attributes in tags.found if attributes.get("class") == "cell"]
-    places = {(cell["x"], cell["y"]) for cell in cells}
-    assert len(places) == len(cells) == 64 * 64
-    assert {(cell["width"], cell["height"]) for cell in cells} == {("11", "11")}
-    assert sum(tag == "text" for tag, _ in tags.found) == 128
-
-
-def test_names_are_escaped() -> None:
-    """Synthetic: a file's name is no markup."""
-    text = page(_wide(1, name='<script>alert("{}")</script>'))
-    assert "<script" not in text and "&lt;script&gt;" in text
-
-
 def test_the_command_tells_it(saves: Saves, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table or JSON; 2 for memory too small, a rate that is none and a page that cannot be written."""
+    """A table or JSON; 2 for memory too small, and a rate that is none."""
     folder, _ = saves(Run(2, 2), MODEL)
     assert main(["plan", str(folder), "--to", "zero3", "--dp", "3", "--bandwidth", "0.5", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -194,7 +108,6 @@ def test_the_command_tells_it(saves: Saves, tmp_path: Path, capsys: pytest.Captu
     assert "part 0 of 2" in " ".join(capsys.readouterr().out.split())
     assert main(["plan", str(folder), "--to", "zero1"]) == 0
     assert "optim 1" in capsys.readouterr().out
-    assert main(["plan", str(folder), "--to", "zero1", "--html", str(tmp_path / "no" / "where.html")]) == 2
     with pytest.raises(SystemExit):
         main(["plan", str(folder), "--to", "zero1", "--bandwidth", "nan"])
     with pytest.raises(SystemExit):

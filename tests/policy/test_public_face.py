@@ -108,7 +108,6 @@ COMMANDS = {
         "--dp",
         "--dtype",
         "--ep",
-        "--html",
         "--json",
         "--like",
         "--memory",

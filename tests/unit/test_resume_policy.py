@@ -33,39 +33,19 @@ def parse(*flags: str, parser: argparse.ArgumentParser | None = None) -> ResumeP
     return policy_sources.asked_policy()
 
 
-@pytest.mark.parametrize("how", ["parse_args", "parse_known_args", "parse_intermixed_args"])
-def test_a_parser_with_this_one_among_its_parents(how: str) -> None:
-    """argparse gives it the actions alone, in place of the parser's methods."""
-    common = ds_reshard.add_arguments(argparse.ArgumentParser(add_help=False))
-    parser = argparse.ArgumentParser(parents=[common])
-    parser.add_argument("--lr")
-    getattr(parser, how)(["--override-opt-param-scheduler", "--lr", "3e-5", "--override-optim-hparams", "betas"])
-    asked = policy_sources.asked_policy()
-    assert (asked.scheduler, asked.hyperparameters) == ("override", ("betas",))
-    with pytest.raises(ConfigError, match="contradict each other"):
-        parser.parse_args(["--override-opt-param-scheduler", "--no-load-lr-state"])
-
-
-def test_a_flag_that_a_parent_had_already_is_refused_and_counts_in_the_parser_that_parses() -> None:
-    """argparse tells nobody of the script's own action there; its class stays what it was."""
+@pytest.mark.parametrize("known", [(), ("--finetune",)])
+def test_a_parser_with_the_flags_is_refused_among_the_parents_of_another(known: tuple[str, ...]) -> None:
+    """argparse gives that the actions alone, in place of the parser's methods, which tell what was parsed."""
     common = argparse.ArgumentParser(add_help=False)
-    theirs = common.add_argument("--finetune", action="store_true")
+    theirs = [common.add_argument(name, action="store_true") for name in known]
     child = argparse.ArgumentParser(parents=[common])
     ds_reshard.add_arguments(common)
-    assert type(theirs) is argparse._StoreTrueAction
+    assert [type(one) for one in theirs] == [argparse._StoreTrueAction] * len(known)
     for make in (argparse.ArgumentParser, argparse.ArgumentParser().add_subparsers().add_parser):
-        with pytest.raises(
-            ConfigError, match=r"(?s)--finetune: is the script's own flag.*call add_arguments on the parser"
-        ):
+        with pytest.raises(ConfigError, match=r"(?s)among the parents of another.*call add_arguments on the parser"):
             make("x", parents=[common])
     ds_reshard.add_arguments(child).parse_args(["--finetune"])
-    assert policy_sources.asked_policy().finetune and policy_sources.adopted("finetune")
-
-
-def test_flags_of_ours_that_a_parent_gave_are_not_the_scripts_own() -> None:
-    common = ds_reshard.add_arguments(argparse.ArgumentParser(add_help=False))
-    ds_reshard.add_arguments(argparse.ArgumentParser(parents=[common])).parse_args(["--no-load-rng"])
-    assert not policy_sources.asked_policy().rng and not policy_sources.adopted("rng")
+    assert policy_sources.asked_policy().finetune and policy_sources.adopted("finetune") is bool(known)
 
 
 EACH = {
