@@ -234,7 +234,7 @@ def define(parser: argparse.ArgumentParser) -> tuple[dict[str, Flag], frozenset[
             faults.append(ConfigError.fault(flag.names[0], what, wanted, found, mend=mend))
         dests[theirs.dest if theirs is not None else dest] = flag
         if theirs is not None:
-            had |= {flag.key} if not isinstance(theirs, _OfOneParser) else set()
+            had.add(flag.key)
     raise_faults(faults, subject="command line")
     return dests, frozenset(had)
 
