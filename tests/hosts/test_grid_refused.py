@@ -233,7 +233,7 @@ REFUSED = {
         PIPE,
         of_stage(POSITION, "exp_avg", 3.0),
         "UnsupportedLayout",
-        f"parameter {POSITION}[exp_avg]: is not tied, and was trained in several stages",
+        f"parameter {POSITION}[exp_avg]: is not tied in this run, but several pipeline stages trained their own copy",
     ),
     "a copy of another tensor-parallel rank": (
         SHARDED,
@@ -263,7 +263,7 @@ REFUSED = {
         PLAIN,
         changed(MODEL, lambda content: content["optimizer"]["state"][3]["exp_avg"].add_(1.0)),
         "UnsupportedLayout",
-        f"parameter {POSITION}[exp_avg]: is not tied, and was trained in several stages",
+        f"parameter {POSITION}[exp_avg]: is not tied in this run, but several pipeline stages trained their own copy",
     ),
     "a state of stage 0 is missing": (
         ALIKE,

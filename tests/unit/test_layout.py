@@ -129,8 +129,8 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
     """Beside DeepSpeed's own walk along a group (`get_partition_info`, runtime/zero/stage_1_and_2.py, 0.19.8)."""
     gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
     buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=dp, number=7, gaps=gaps)
-    size, found = buffer.partition_numel, {name: dict(places) for name, places in buffer.whole_members()}
-    placements = by_key(buffer.whole_placements("f", {"m": BF16}))
+    size, found = buffer.partition_numel, {name: dict(places) for name, places in buffer.momentum_offsets()}
+    placements = by_key(buffer.momentum_placements("f", {"m": BF16}))
     Layout(placements, {"f": dp})
     for rank in range(dp):
         begin, end, at, own = size * rank, size * (rank + 1), 0, 0
@@ -142,7 +142,7 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
                 assert [one.element_offset for one in pieces if one is not None] == ([own] if numel else [])
                 own += numel
             at += numel + (gaps[number] if gaps else 0)
-        assert buffer.whole_numel(rank) == own
+        assert buffer.momentum_numel(rank) == own
     assert not size or not any(found.values())
 
 

@@ -106,7 +106,7 @@ def lacking() -> dict[str, tuple[Content, str]]:
         "no masters": (replace(made, tensors=masters), "were trained without fp32 masters"),
         "several steps": (
             replace(made, facts=OptimizerFacts(groups=(both,), scalars=facts.scalars)),
-            "is of another step than a parameter of the same",
+            "has another step count than a parameter with the same",
         ),
         "pieces": (replace(made, buffers=frozenset({"frozen"})), "that is saved in several pieces"),
     }

@@ -107,7 +107,7 @@ class GridColumn:
             partition = self.first.partitions[buffer.number]
             wholes = {kind: partition.wholes[kind].dtype for kind in sorted(partition.whole_kinds)}
             if wholes:
-                yield from buffer.whole_placements(self.family, wholes)
+                yield from buffer.momentum_placements(self.family, wholes)
             for placement in buffer.placements(self.family):
                 copy = self.copies.get(placement.key.name, 0)
                 yield placement._replace(key=placement.key._replace(copy=copy)) if copy else placement

@@ -87,7 +87,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Co
         notes=(
             *(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
             *(
-                f"left out: {name}, of which the files of stage 3 have no value: another name, or empty"
+                f"left out: {name}: ZeRO stage 3 saved no value under this name (it is another parameter's, or empty)"
                 for name in unsaved
             ),
         ),
@@ -283,8 +283,8 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
             if canonical(dict(scalars.get(name, {}))) != canonical(dict(scalars.get(first, {}))):
                 yield UnsupportedLayout.fault(
                     name,
-                    "is of another step than a parameter of the same "
-                    "hyper-parameters, with which it would be in one param group",
+                    "has another step count than a parameter with the same hyper-parameters; DeepSpeed puts both in "
+                    "one param group, which has one step",
                     f"the counters of {first}",
                     "others",
                     mend="resume it with the framework that saved it",

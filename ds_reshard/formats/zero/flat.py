@@ -99,12 +99,12 @@ class FlatBuffer:
             for (name, cut), box in zip(cuts, boxes, strict=True):
                 yield Placement(TensorKey(name, kind), box.size, dtype, family, buffer, cut, box, replicated)
 
-    def whole_members(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
-        """Each parameter with the ranks whose partitions have a part of it, and where each keeps the whole of it.
+    def momentum_offsets(self) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+        """Each parameter with (rank, offset) for every rank whose partition overlaps it.
 
-        So Muon keeps its momentum at stages 1 and 2: a rank's parameters one after another, without gaps
-        (`get_partition_info`, `_muon_momentum_buffer`, runtime/zero/stage_1_and_2.py, 0.19.8). One without elements is
-        where its neighbours meet, and behind the last one in none.
+        At stages 1 and 2 such a rank keeps Muon's momentum of the whole parameter, at that offset of a buffer without
+        gaps (`get_partition_info`, `_muon_momentum_buffer`, runtime/zero/stage_1_and_2.py, 0.19.8). A parameter without
+        elements belongs to the rank whose partition has its position, or to none behind the last partition.
         """
         chunk, ends = max(1, self.partition_numel), [0] * self.ranks
         for name, cut in self.cuts():
@@ -114,14 +114,14 @@ class FlatBuffer:
             for rank in ranks:
                 ends[rank] += numel
 
-    def whole_numel(self, rank: int) -> int:
-        """Elements of the parameters of which a rank's partition has a part."""
-        held = self.whole_members()
+    def momentum_numel(self, rank: int) -> int:
+        """Elements of the parameters that a rank's partition overlaps."""
+        held = self.momentum_offsets()
         return sum(prod(self.shapes[name]) for name, places in held if any(other == rank for other, _ in places))
 
-    def whole_placements(self, family: str, kinds: Mapping[str, ElementType]) -> Iterator[Placement]:
-        """Where states of whole parameters lie: a copy on each rank that has a part of the parameter."""
-        for name, places in self.whole_members():
+    def momentum_placements(self, family: str, kinds: Mapping[str, ElementType]) -> Iterator[Placement]:
+        """Where states of whole parameters lie: a copy on each rank whose partition overlaps the parameter."""
+        for name, places in self.momentum_offsets():
             box = Box.whole(self.shapes[name])
             for copy, (rank, at) in enumerate(places):
                 cut = Cut(chunk=max(1, box.numel), origin=at, first=rank)

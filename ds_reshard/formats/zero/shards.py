@@ -267,7 +267,7 @@ def _sizes(head: OptimStates, optim: OptimStates, buffer: FlatBuffer, rank: int)
         if state.numel not in (padded, used):
             yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
     for kind in sorted(first.whole_kinds):
-        expected = buffer.whole_numel(rank)
+        expected = buffer.momentum_numel(rank)
         held, dtype = partition.wholes.get(kind), first.wholes[kind].dtype
         found = (held.numel, held.dtype) if held is not None else (0, dtype)
         if found != (expected, dtype):

@@ -174,7 +174,7 @@ class Filling:
             return False
         if _bytes_of(theirs) != _bytes_of(copies):
             mend = "build the model without the tie, or leave one of the two names out of the state dict"
-            what = f"is one tensor with {first} in this run, and others were saved under the two names"
+            what = f"shares memory with {first} in this run, but the checkpoint has different values for the two names"
             raise ModelMismatch("", [ModelMismatch.fault(name, what, mend=mend)])
         return True
 
@@ -194,7 +194,7 @@ class Filling:
 
 
 def _bytes_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
-    """What fills a tensor, wherever it lies: alike for the same bytes, and of others by their checksums."""
+    """A key to compare the bytes of tensors: for each run of them the checksum, size and place within its record."""
     return [
         (
             copy.record.crc32,
@@ -456,7 +456,7 @@ class Reader(StorageReader):
 
     def _renaming(self, lacking: Sequence[str]) -> str:
         """What mends a load of which wrappers have changed all names; else the general way."""
-        mend = "ask for the keys that were saved (the Reader's model= is the name at the top), or build that model"
+        mend = "ask for the saved keys (the Reader's model= sets the key at the top), or build the model that was saved"
         top = f"{self._names['model']}." if self._names["model"] else ""
         saved = [
             key.removeprefix(top) for key, one in self._entries.items() if key.startswith(top) and not is_state(one)

@@ -172,7 +172,7 @@ def copies_apart(
         if key.name in grid.tied:
             if not same_values(index, first, key, memory_nbytes=memory_nbytes):
                 what = (
-                    f"copy {key.copy + 1}, of another stage, has other values than the first: they are tied in this run"
+                    f"is tied across pipeline stages in this run, but saved copy {key.copy + 1} differs from the first"
                 )
                 mend = "restore all files of one save, or load another tag"
                 yield CheckpointDamaged.fault(f"tied parameter {key}", what, "the same bytes", "others", mend=mend)
@@ -201,11 +201,12 @@ def _copied(name: str, grid: LiveGrid) -> bool:
 def _trained_fault(key: TensorKey, expected: str, found: str) -> Fault:
     return UnsupportedLayout.fault(
         f"parameter {key}",
-        "is not tied, and was trained in several stages, of which the first one's copy is loaded",
+        "is not tied in this run, but several pipeline stages trained their own copy; only the first copy is loaded",
         expected,
         found,
-        mend="pass load_optimizer_states=False, which takes the first stage's weight; or, with the stages that were "
-        'saved, "ds_reshard": {"enabled": false}: DeepSpeed loads the masters of each above ZeRO stage 0',
+        mend="pass load_optimizer_states=False to load the first pipeline stage's weight; or run with the pipeline "
+        'stages that were saved and "ds_reshard": {"enabled": false}: above ZeRO stage 0, DeepSpeed then loads the '
+        "masters of each pipeline stage",
     )
 
 

@@ -80,7 +80,7 @@ class LiveOptimizer:
         return found
 
     def whole_kinds(self, buffer: LiveBuffer) -> frozenset[str]:
-        """The states of which this rank keeps, of each parameter that it has a part of, the whole (`whole_members`)."""
+        """The states that this rank keeps whole for each parameter in its partition (`FlatBuffer.momentum_offsets`)."""
         return frozenset({MOMENTUM} if self.kind == "zero" and self.groups[buffer.group].get("use_muon") else ())
 
     def members(self, group: int) -> list[str]:
@@ -145,7 +145,7 @@ def _nvme(engine: DeepSpeedEngine) -> bool:
 
 
 def live_kind(engine: DeepSpeedEngine) -> str:
-    """The kind of the engine's optimizer; "none" without one, "offload" at stage 3 without one."""
+    """The kind of the engine's optimizer; without one "offload" at ZeRO stage 3, and "none" at other stages."""
     optimizer = getattr(engine, "optimizer", None)
     if type(getattr(optimizer, "optimizer", None)).__name__ == "DummyOptim":
         return "none"  # bf16 at stage 0 is wrapped without one, too (`_configure_bf16_optimizer`, engine.py, 0.19.8)

@@ -330,9 +330,9 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
 
 def _want_wholes(wants: Wants, live: LiveOptimizer, buffer: LiveBuffer, kinds: Mapping[str, ElementType]) -> None:
     """Want states of which this rank keeps those of whole parameters, whatever part of them it has."""
-    numel = buffer.whole_numel(live.rank)
+    numel = buffer.momentum_numel(live.rank)
     wants.wholes |= kinds.keys()
-    for name, places in buffer.whole_members():
+    for name, places in buffer.momentum_offsets():
         shape, at = buffer.shapes[name], dict(places).get(live.rank)
         if at is None or not prod(shape):
             continue
