@@ -221,7 +221,7 @@ REFUSED = {
         PIPE,
         of_stage(TIED, "fp32", 3.0),
         "CheckpointDamaged",
-        f"tied parameter {TIED}[fp32]: copy 2, of another stage, has other values",
+        f"tied parameter {TIED}[fp32]: is tied across pipeline stages in this run, but saved copy 2 differs",
     ),
     "a tied moment with another value": (
         PIPE,
@@ -251,7 +251,7 @@ REFUSED = {
         SHARDED,
         of_stage(TIED, "fp32", 3.0, "mp_rank_03"),
         "CheckpointDamaged",
-        f"tied parameter {TIED}[fp32]: copy 2, of another stage, has other values",
+        f"tied parameter {TIED}[fp32]: is tied across pipeline stages in this run, but saved copy 2 differs",
     ),
     "ranks are numbered by tensor-parallel rank first": (
         SHARDED,
