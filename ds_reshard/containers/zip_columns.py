@@ -16,6 +16,7 @@ from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.zip_directory import (
     ENTRY,
     EXTRA_NBYTES,
+    IS_FOLDER,
     KNOWN_FLAGS,
     LOCAL,
     WIDE,
@@ -27,7 +28,8 @@ from ds_reshard.containers.zip_directory import (
 
 _SIZES = [("crc", "<u4"), ("packed", "<u4"), ("nbytes", "<u4"), ("name", "<u2"), ("extra", "<u2")]
 _REPEATED = [("flags", "<u2"), ("method", "<u2"), ("time", "<u4"), *_SIZES]  # of an entry, in the header
-_ENTRY_ROW = np.dtype([*_REPEATED, ("comment", "<u2"), ("disk", "<u2"), ("attributes", "V6"), ("header", "<u4")])
+_BEHIND = [("comment", "<u2"), ("disk", "<u2"), ("inner", "<u2"), ("attributes", "<u4"), ("header", "<u4")]
+_ENTRY_ROW = np.dtype([*_REPEATED, *_BEHIND])
 """What stands in an entry behind the signature and two versions, of 8 bytes."""
 _LOCAL_ROW = np.dtype([("signature", "<u4"), ("version", "<u2"), *_REPEATED])
 _SHORT = np.dtype([("nbytes", "<u2")])
@@ -56,6 +58,7 @@ def read_at_once(
     stop = start + LOCAL.size + name_nbytes
     right = (
         ((entry["flags"] & ~np.uint16(KNOWN_FLAGS) | entry["method"] | entry["disk"]) == 0)
+        & (entry["attributes"] & IS_FOLDER == 0)
         & (entry["packed"] == nbytes)
         & (nbytes != WIDE)
         & (start != WIDE)

@@ -12,14 +12,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ds_reshard.containers.positioned import PositionedFile
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsafePickle
+from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 
 ENTRY = struct.Struct("<4sHHHHHHIIIHHHHHII")
 LOCAL = struct.Struct("<4sHHHHHIIIHH")
 END = struct.Struct("<4sHHHHIIH")
 END64_LOCATOR = struct.Struct("<4sIQI")
 END64 = struct.Struct("<4sQHHIIQQQQ")
-_ENTRY_IN_USE = struct.Struct("<8xHH4xIIIHHHH6xI")  # what opening an archive needs of an entry
+_ENTRY_IN_USE = struct.Struct("<8xHH4xIIIHHHH2xII")  # what opening an archive needs of an entry
 WIDE = 0xFFFFFFFF
 """Stands in a field of 32 bits whose value is among the 64-bit sizes."""
 
@@ -29,15 +29,15 @@ LEGACY_MAGIC = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 _TAIL_NBYTES = 2 << 10
 # A descriptor follows the bytes (bit 3), names are UTF-8 (bit 11): all that torch's writer sets.
 _DESCRIBED, KNOWN_FLAGS = 0x0008, 0x0808
-_WIDE_KIND, _PADDING_KIND = 1, 0x4246  # of extra fields; "FB" pads a header so that the bytes behind it are aligned
+_WIDE_KIND = 1  # of an extra field
+IS_FOLDER = 0x10
+"""The attribute of a member that torch's reader, miniz, gives no bytes of, and no error."""
 WINDOW_NBYTES = 64 << 10
 # Torch writes the 64-bit sizes (28 bytes) and then padding, of which the first 4 bytes are read.
 EXTRA_NBYTES = 64
 _ALIGNMENT, _DESCRIPTORS = 64, (0, 16, 24)
 _PAGE_NBYTES = 4 << 10
 _MANY = 64  # members, from which on columns are faster than a loop
-# What torch's writer (0x031e, 45), this package's (20, 45) and Python's zipfile (45) put into end records.
-_VERSIONS = (20, 45, 0x031E)
 
 
 class ArchiveMember(NamedTuple):
@@ -192,7 +192,7 @@ def _entries(path: str, place: DirectoryPlace, directory: bytes) -> list[_Entry]
         if at + ENTRY.size > len(directory) or directory[at : at + 4] != b"PK\x01\x02":
             raise CheckpointDamaged(f"{path}: the zip directory has {number} entries, and declares {place.entries}")
         fields = _ENTRY_IN_USE.unpack_from(directory, at)
-        flags, method, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk, header = fields
+        flags, method, crc, packed, nbytes, name_nbytes, extra_nbytes, comment_nbytes, disk, attributes, header = fields
         entry_offset, name_at = place.byte_offset + at, at + ENTRY.size
         extra_at = name_at + name_nbytes
         at = extra_at + extra_nbytes + comment_nbytes
@@ -201,6 +201,8 @@ def _entries(path: str, place: DirectoryPlace, directory: bytes) -> list[_Entry]
         raw = directory[name_at:extra_at]
         name = _decoded(path, raw)
         _check_stored(path, name, flags, method)
+        if attributes & IS_FOLDER:
+            raise CheckpointDamaged(f"{path}: {name!r} has the attribute of a folder, of which torch reads no bytes")
         extra = directory[extra_at : extra_at + extra_nbytes]
         nbytes, packed, header = _wide_fields(path, name, extra, [nbytes, packed, header])
         if packed != nbytes or disk:
@@ -356,83 +358,3 @@ def _extra_nbytes(path: str, member: _Entry, header: bytes) -> int:
             f"{path}: {member.name!r} has a header whose extra field has another length than declared"
         )
     return extra_stop - extra_at
-
-
-# -- what lies between the members -------------------------------------------------------------------------------------
-
-
-def frame_faults(path: str, part: tuple[int, int] | None = None) -> Iterator[Fault]:
-    """What is wrong between the members of an archive that can be opened: bytes that nobody would have written so.
-
-    torch's writer repeats in a member's local header what its directory entry says, pads the header with "Z", and lets
-    a descriptor with checksum and sizes follow the bytes. No reader looks at all of it. `part` is the offset and number
-    of bytes of an archive inside a file.
-    """
-    with PositionedFile(path, part) as file:
-        place = find_directory(file)
-        entries = _entries(path, place, file.read(place.byte_offset, place.nbytes))
-        for entry, after in zip(entries, [*entries[1:], None], strict=True):
-            stop = after.header_offset if after is not None else place.byte_offset
-            for what in _frame_of(file, entry, entries[0], stop):
-                mend = "the members' own bytes may be whole: restore the file from a copy, or save it anew"
-                yield CheckpointDamaged.fault(path, f"{entry.name!r} {what}", mend=mend)
-        stop = place.byte_offset + place.nbytes
-        if not _end_fits(file.read(stop, file.nbytes - stop), place):
-            mend = "restore the file from a copy, or save it anew"
-            yield CheckpointDamaged.fault(path, "has an end record that no writer makes", mend=mend)
-
-
-def _frame_of(file: PositionedFile, entry: _Entry, first: _Entry, stop: int) -> Iterator[str]:
-    """What is wrong with one member's entry, header and descriptor, which ends where the next member begins."""
-    _, made_by, *said, _, _, _, name_nbytes, extra_nbytes, comment_nbytes, _, inner, outer, _ = _fields(file, entry)
-    _, first_by, *_, first_inner, first_outer, _ = _fields(file, first)
-    if (made_by, inner, outer) != (first_by, first_inner, first_outer) or comment_nbytes:
-        yield "has a directory entry unlike those of the other members"
-    extra = file.read(entry.entry_offset + ENTRY.size + name_nbytes, extra_nbytes)
-    kinds = {kind for kind, _ in _extra_fields(extra)}
-    header = LOCAL.unpack(file.read(entry.header_offset, LOCAL.size))
-    _, *repeated, crc, packed, nbytes, name_nbytes, extra_nbytes = header
-    if repeated != said:
-        yield "has a header that does not repeat its directory entry"
-    described = bool(repeated[1] & _DESCRIBED)
-    sizes = {0, WIDE} if described else {min(entry.nbytes, WIDE)}
-    if crc != (0 if described else entry.crc32) or not {packed, nbytes} <= sizes or packed != nbytes:
-        yield "has another size or checksum in its header than in the directory"
-    extra_at = entry.header_offset + LOCAL.size + name_nbytes
-    for kind, content in _extra_fields(file.read(extra_at, extra_nbytes)):
-        if kind == _PADDING_KIND:
-            if content.strip(b"Z"):
-                yield "has padding that is not what torch pads with"
-        elif kind == _WIDE_KIND:
-            values = (value for (value,) in struct.iter_unpack("<Q", content[: len(content) // 8 * 8]))
-            if len(content) % 8 or any(value not in (0, entry.nbytes, entry.header_offset) for value in values):
-                yield "has other 64-bit sizes in its header than in the directory"
-        elif kind not in kinds:
-            yield "has a field in its header that its directory entry does not have"
-    data_stop = extra_at + extra_nbytes + entry.nbytes
-    after = file.read(data_stop, min(stop - data_stop, 64))
-    narrow, wide = (
-        struct.pack(f"<4sI{code * 2}", b"PK\x07\x08", entry.crc32, *[entry.nbytes & limit] * 2)
-        for code, limit in (("I", WIDE), ("Q", 2**64 - 1))
-    )
-    if stop - data_stop != len(after) or after not in ((narrow, wide) if described else (b"",)):
-        yield "is followed by bytes that do not belong there, or by a size or checksum other than the directory's"
-    if not entry.nbytes and entry.crc32:
-        yield "has no bytes, and a checksum of some"
-
-
-def _fields(file: PositionedFile, entry: _Entry) -> tuple[int, ...]:
-    return ENTRY.unpack(file.read(entry.entry_offset, ENTRY.size))
-
-
-def _end_fits(end: bytes, place: DirectoryPlace) -> bool:
-    """Whether the fields of the end records that no reader uses are as they are written."""
-    if len(end) == END.size:
-        return True
-    made_by, needs = struct.unpack_from("<HH", end, 12)
-    *_, disks = END64_LOCATOR.unpack_from(end, END64.size)
-    *_, count, nbytes, byte_offset, _ = END.unpack_from(end, len(end) - END.size)
-    said = (count, nbytes, byte_offset)
-    most = (min(place.entries, 0xFFFF), min(place.nbytes, WIDE), min(place.byte_offset, WIDE))
-    fits = (value in (expected, 0xFFFF, WIDE) for value, expected in zip(said, most, strict=True))
-    return made_by in _VERSIONS and needs in _VERSIONS and disks == 1 and all(fits)

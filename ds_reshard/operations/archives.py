@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.containers.zip_directory import frame_faults
 from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.interfaces import Outcome
@@ -67,7 +66,6 @@ def _open_members(file: CheckedFile, part: tuple[int, int] | None) -> None:
         for name, member in archive.members.items():
             record = Record(path=file.path, byte_offset=member.byte_offset, nbytes=member.nbytes, crc32=member.crc32)
             file.members[record] = name
-    file.faults += frame_faults(file.path, part)
 
 
 def _run(path: str, byte_offset: int, nbytes: int) -> Record:

@@ -101,6 +101,17 @@ def test_whatever_is_changed_both_ways_say_the_same(tmp_path, monkeypatch):
     assert 500 < accepted < 3500  # times, versions, attributes and padding say nothing
 
 
+@pytest.mark.parametrize("count", [1, 100])
+def test_a_member_that_torch_takes_for_a_folder_is_refused(tmp_path, count):
+    """Its tensor would be memory as it was left there (torch 2.13), and the file's bytes here."""
+    path = saved(tmp_path, [torch.ones(3) for _ in range(count)])
+    data = bytearray(Path(path).read_bytes())
+    data[data.rindex(b"PK\x01\x02", 0, data.rindex(b"/data/0")) + 38] |= 0x10
+    Path(path).write_bytes(data)
+    with pytest.raises(CheckpointDamaged, match="has the attribute of a folder"):
+        loaded(path)
+
+
 def test_tensors_that_share_a_storage_share_its_record(tmp_path):
     base = torch.arange(12.0)
     found = loaded(saved(tmp_path, [base, base[3:], base.view(3, 4)]))
