@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shlex
 import signal
@@ -36,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _terminated(number: int, frame: object) -> None:
     pytest.exit("terminated by SIGTERM", returncode=128 + number)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported is no garbage: it would be most of what each collection looks at, and forks then copy."""
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
