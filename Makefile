@@ -72,9 +72,9 @@ fast-tests: venv
 
 # Four parts that take about as long, more than there are cores: ranks wait for each other, and for the disk.
 HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-GRID_TESTS := $(filter tests/hosts/test_grid% tests/hosts/test_preflight% tests/hosts/test_ranks%,$(HOST_TESTS))
-megatron-tests: TESTS = tests/hosts/megatron tests/torture
-grid-tests: TESTS = $(GRID_TESTS) tests/docs tests/hostile
+GRID_TESTS := $(foreach name,grid preflight ranks remote,$(filter tests/hosts/test_$(name)%,$(HOST_TESTS)))
+megatron-tests: TESTS = tests/hosts/megatron
+grid-tests: TESTS = $(GRID_TESTS) tests/docs tests/hostile tests/torture
 host-tests: TESTS = $(filter-out $(GRID_TESTS),$(HOST_TESTS))
 other-tests: TESTS = $(filter-out %/docs %/hostile %/hosts %/torture %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 PARTS := megatron-tests grid-tests host-tests other-tests
