@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -34,70 +33,6 @@ from ds_reshard.model.content import SCHEDULER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
-
-_SAMPLED = 8
-_LAYER = re.compile(r"[0-9]+\.")
-
-
-def scrambled(
-    listing: Listing, model: ModelStates, names: Iterable[str], master: Callable[[str], StateFile | None]
-) -> Iterator[Fault]:
-    """A fault where the saved DeepSpeed JSON says so; where it was not saved, where masters are not of their weights.
-
-    The JSON is not saved where DeepSpeed was given its path. Then the first elements of every master are compared with
-    those of the weight, which is whole in the model file below stage 3. Of a PipelineModule, whose weights are not
-    there, the order tells: layers are counted up, and not where parameters were dealt out in turn.
-    """
-    if isinstance(model.entries.get("ds_config"), dict):
-        wrong = section(model.config, "zero_optimization").get("round_robin_gradients") is True
-    else:
-        with open_archive(model.path) as weights:
-            wrong = any(_differs(weights, model.module.get(name), master(name)) for name in names)
-        for group in model.param_shapes or ():
-            layers = [int(name.partition(".")[0]) for name in group if _LAYER.match(name) and name not in model.module]
-            wrong = wrong or layers != sorted(layers)
-    if wrong:
-        what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
-        said = ("each parameter's own master and states", "parts of others")
-        mend = "load the ZeRO checkpoint that it was made from"
-        yield CheckpointDamaged.fault(listing.folder, what, *said, mend=mend)
-
-
-def _differs(weights: TorchArchive, weight: TensorRecord | None, file: StateFile | None) -> bool:
-    """Whether the first elements of a master are not those of its weight; False where this cannot be told."""
-    if weight is None or file is None or file.tensor is None or file.tensor.dtype.label != "float32":
-        return False
-    if weight.dtype.label not in _ROUNDED or not weight.contiguous or not file.tensor.contiguous:
-        return False
-    numel = min(_SAMPLED, weight.numel, file.tensor.numel)
-    with open_archive(file.path) as masters:
-        values = masters.tensor_bytes(_first(file.tensor, numel))
-    found = weights.tensor_bytes(_first(weight, numel))
-    return b"".join(map(_ROUNDED[weight.dtype.label], struct.unpack(f"<{numel}I", values))) != found
-
-
-def _first(tensor: TensorRecord, numel: int) -> TensorRecord:
-    return replace(tensor, shape=(numel,), stride=(1,))
-
-
-def _bfloat16(bits: int) -> bytes:
-    """A float32, given as its bits, rounded to the nearest bfloat16, ties to even."""
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16 & 0xFFFF).to_bytes(2, "little")
-
-
-def _float16(bits: int) -> bytes:
-    (value,) = struct.unpack("<f", struct.pack("<I", bits))
-    try:
-        return struct.pack("<e", value)
-    except OverflowError:
-        return struct.pack("<e", float("inf") if value > 0 else float("-inf"))
-
-
-_ROUNDED: dict[str, Callable[[int], bytes]] = {
-    "bfloat16": _bfloat16,
-    "float16": _float16,
-    "float32": lambda bits: bits.to_bytes(4, "little"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,10 +375,23 @@ class _Reading:
         return self.opened[name, kind]
 
     def check_order(self) -> None:
-        """Refuse parameters that were mixed up; only where they can be is anything opened for it."""
-        if self.model.dp > 1 and self.common.stage < 3 and not self.common.own:
-            names = [name for name, kinds in self.files.items() if _FP32 in kinds]
-            self.faults += scrambled(self.listing, self.model, names, lambda name: self.open(name, _FP32))
+        """Refuse parameters that ds_to_universal has mixed up, or may have: the saved DeepSpeed JSON tells.
+
+        The JSON is not saved where an older DeepSpeed (0.16.4) was given its path. That is no UnsupportedLayout, which
+        "load_universal" leaves to DeepSpeed.
+        """
+        if self.model.dp < 2 or self.common.stage == 3 or self.common.own:
+            return
+        what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
+        mend = "load the ZeRO checkpoint that it was made from, or convert that with ds-reshard convert --to universal"
+        if not isinstance(self.model.entries.get("ds_config"), dict):
+            why = "has no DeepSpeed JSON in its entry 'ds_config', which says whether the saving run had "
+            why += "round_robin_gradients: ds_to_universal then mixes up parameters"
+            found = describe(self.model.entries.get("ds_config"))
+            self.faults.append(CheckpointDamaged.fault(self.model.path, why, "the JSON", found, mend=mend))
+        elif section(self.model.config, "zero_optimization").get("round_robin_gradients") is True:
+            said = ("each parameter's own master and states", "parts of others")
+            self.faults.append(CheckpointDamaged.fault(self.listing.folder, what, *said, mend=mend))
 
     def check_masters(self) -> None:
         for name, kinds in self.files.items():
