@@ -88,7 +88,7 @@ def insist(policy: ResumePolicy) -> None:
 
 def refuse_policy_of_engine(optimizer: Optimizer) -> None:
     """Raise ConfigError if this optimizer is that of a DeepSpeed engine whose JSON asks for a policy."""
-    import_module(f"{__name__}.deepspeed.own_state").refuse_policy_of_engine(optimizer)
+    import_module(f"{__name__}.deepspeed.resume").refuse_policy(optimizer)
 
 
 def begin_states(plugin: object, optimizer: Optimizer) -> None:

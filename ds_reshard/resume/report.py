@@ -15,6 +15,11 @@ from ds_reshard.errors import ConfigError, Fault, WriteFailed
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS
 
+MASTERS, MOMENTS = "fp32 masters", "moments"
+ANEW = {MASTERS: "from weights", MOMENTS: "anew"}
+"""What a load without them leaves, by the rows of the report."""
+FROM_CHECKPOINT = "checkpoint"
+
 _LOG = logging.getLogger("ds_reshard")
 _HOSTS = {"deepspeed": "DeepSpeed", "megatron": "Megatron-LM"}
 _LAST: list[ResumeReport] = []

@@ -27,6 +27,7 @@ DEEPSPEED, TORCH, COUNTED, PLATEAU, UNKNOWN = "deepspeed", "torch", "counted", "
 _CLOSED = ("LambdaLR", "OneCycleLR", "CyclicLR")
 # What a torch scheduler's state says of where it is, rather than of what it is.
 _WHERE = {"last_epoch", "_step_count", "_last_lr", "_get_lr_called_within_step", "_is_initial", "_schedulers"}
+_WHERE |= {"optimizer"}  # of a live one
 _WHERE |= {"T_cur", "T_i", "best", "num_bad_epochs", "cooldown_counter"}
 _WHERE |= {"verbose", "default_min_lr"}  # which some releases of torch have and others not; neither changes a rate
 
@@ -91,14 +92,6 @@ def position_in(state: Mapping[str, object]) -> int | None:
     return position_in(first if isinstance(first, Mapping) else vars(first)) if parts else None
 
 
-def follows_metric(state: Mapping[str, object]) -> bool:
-    """Whether a state is of ReduceLROnPlateau, or of transformers' GreedyLR (optimization.py, 5.23).
-
-    Their position counts the metrics that they were given, of which a run may have one in many updates.
-    """
-    return "num_bad_epochs" in state
-
-
 def _parts(state: Mapping[str, object]) -> Sequence[object]:
     """The schedulers inside one (SequentialLR, ChainedScheduler), or their states; a chain's position is theirs."""
     parts = state.get("_schedulers")
@@ -112,21 +105,18 @@ def position_of(scheduler: object) -> int | None:
 def configuration(scheduler: object) -> dict[str, object]:
     """What configures a scheduler: its attributes without the optimizer, its position and the last rates."""
     if kind_of(scheduler) in (TORCH, PLATEAU):
-        found = {name: value for name, value in vars(scheduler).items() if name not in _WHERE and name != "optimizer"}
-        for number, inner in enumerate(getattr(scheduler, "_schedulers", ())):
-            found |= {f"schedulers[{number}].{name}": value for name, value in configuration(inner).items()}
-        return {name: value for name, value in found.items() if not _is_code(value)}
+        return saved_configuration(vars(scheduler))
     where = {"optimizer", "last_batch_iteration", "_last_lr", "num_steps"}
     return {n: v for n, v in vars(scheduler).items() if n not in where and not _is_code(v)}
 
 
 def saved_configuration(state: Mapping[str, object]) -> dict[str, object]:
     """The same of a torch scheduler's state dict."""
-    found = {name: value for name, value in state.items() if name not in _WHERE}
-    for number, one in enumerate(_parts(state)):
-        if isinstance(one, Mapping):
-            found |= {f"schedulers[{number}].{name}": value for name, value in saved_configuration(one).items()}
-    return {name: value for name, value in found.items() if not _is_code(value)}
+    found = {name: value for name, value in state.items() if name not in _WHERE and not _is_code(value)}
+    for number, part in enumerate(_parts(state)):
+        inner = saved_configuration(part) if isinstance(part, Mapping) else configuration(part)
+        found |= {f"schedulers[{number}].{name}": value for name, value in inner.items()}
+    return found
 
 
 def has_code(scheduler: object) -> bool:
@@ -212,7 +202,7 @@ class Beginning:
         """
         if self.kind in (PLATEAU, UNKNOWN):
             if position:
-                raise UnsupportedLayout(refusal(scheduler))
+                raise_faults([unplaceable(scheduler)], subject="schedule")
             scheduler.load_state_dict(copy.deepcopy(self._state))  # type: ignore[attr-defined]
             return
         with warnings.catch_warnings():
@@ -400,16 +390,15 @@ def reduces_to(state: Mapping[str, object], first: Sequence[float], rates: Seque
 
     The rule of its `_reduce_lr` (torch/optim/lr_scheduler.py, 2.13), any number of times.
     """
-    factor, eps, least = float(str(state["factor"])), float(str(state["eps"])), state["min_lrs"]
-    assert isinstance(least, (list, tuple))
-    now = [float(rate) for rate in first]
-    while now != [float(rate) for rate in rates]:
-        lower = [max(rate * factor, float(bound)) for rate, bound in zip(now, least, strict=True)]
-        after = [new if old - new > eps else old for old, new in zip(now, lower, strict=True)]
-        if after == now:
-            return False
-        now = after
-    return True
+    factor, eps, least = (state.get(name) for name in ("factor", "eps", "min_lrs"))
+    if not isinstance(least, (list, tuple)) or factor is None or eps is None or len(first) != len(rates):
+        return False
+    now, last = list(first), list[float]()
+    while now != list(rates) and now != last:
+        last = now
+        lower = [max(rate * float(str(factor)), float(bound)) for rate, bound in zip(last, least, strict=True)]
+        now = [new if old - new > float(str(eps)) else old for old, new in zip(last, lower, strict=True)]
+    return now == list(rates)
 
 
 def last_position(scheduler: object) -> float:
@@ -433,19 +422,15 @@ def beyond(scheduler: object, position: int) -> list[Fault]:
     return [UnsupportedLayout.fault("lr_scheduler", what, mend=mend)]
 
 
-def refusal(scheduler: object) -> str:
-    """Why a scheduler cannot be put at a position, with what to do instead."""
+def unplaceable(scheduler: object, where: str = "lr_scheduler") -> Fault:
+    """A scheduler that cannot be put at a position of this run's schedule."""
     name = type(scheduler).__name__
+    what = f"{name} has none of last_epoch, last_batch_iteration or num_steps, so nothing is known of its position"
+    mend = "use a scheduler of torch, DeepSpeed or Megatron-LM, or --no-load-lr-state"
     if kind_of(scheduler) == PLATEAU:
-        return (
-            f"scheduler {name}: its learning rate depends on the metrics it was given, which no checkpoint holds, so "
-            "this run's cannot be put at the checkpoint's position; use --use-checkpoint-opt-param-scheduler to go on "
-            "with the checkpoint's, or --no-load-lr-state to start this run's anew"
-        )
-    return (
-        f"scheduler {name}: has none of last_epoch, last_batch_iteration or num_steps, so nothing is known of its "
-        "position; use a torch, DeepSpeed or Megatron scheduler, or --no-load-lr-state"
-    )
+        what = f"the learning rate of {name} depends on the metrics that it was given, which no checkpoint holds"
+        mend = "use --use-checkpoint-opt-param-scheduler to go on with the checkpoint's schedule, or --no-load-lr-state"
+    return UnsupportedLayout.fault(where, f"{what}: it cannot be put at the checkpoint's position", mend=mend)
 
 
 def own_loader(scheduler: object) -> str | None:
@@ -490,40 +475,39 @@ def write_rates(scheduler: object) -> None:
         set_groups(groups, _rates(scheduler), ("lr", "initial_lr"))
 
 
-def present_rates(scheduler: object) -> list[float]:
-    """The rates that one of DeepSpeed's schedulers gives at its position; empty before its first, and for others."""
-    if kind_of(scheduler) != DEEPSPEED or scheduler.last_batch_iteration < 0:  # type: ignore[attr-defined]
-        return []
-    return [float(rate) for rate in scheduler.get_lr()]  # type: ignore[attr-defined]
+def as_saved(
+    scheduler: object, params: Mapping[str, object], rates: Sequence[float], position: int, *, first: bool
+) -> object | None:
+    """One of DeepSpeed's schedulers as the JSON's `params` configure it, at a position, on an optimizer of its own.
 
-
-def needs_rates(scheduler: object, params: Mapping[str, object]) -> bool:
-    """Whether what configures one of DeepSpeed's schedulers depends on the rates of the groups it is built for."""
-    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
-    one, other = (
-        configuration(like(scheduler, params, [{**group, "lr": rate} for group in groups])) for rate in (1.0, 2.0)
-    )
-    return one != other
-
-
-def base_rates(
-    scheduler: object, params: Mapping[str, object], rates: Sequence[float], position: int
-) -> list[float] | None:
-    """The rates that groups had when one of DeepSpeed's schedulers was built, from what they are at a position.
-
-    None where the position says nothing (a factor of 0) or no number gives the very rate.
+    WarmupLR without a maximum and WarmupCosineLR are built from the learning rates of the param groups: if `first`,
+    these are `rates`, else those from which the schedule gives `rates` at the position. None if that cannot be told:
+    for want of rates, or as the position says nothing (a factor of 0), or as no number gives the very rate.
     """
-    found = []
-    for group, rate in enumerate(rates):
+    groups = scheduler.optimizer.param_groups  # type: ignore[attr-defined]
 
-        def at(base: float, group: int = group) -> float:
-            return rates_at(scheduler, params, [base] * len(rates), position)[group]
+    def built(bases: Sequence[float]) -> object:
+        optimizer = object.__new__(type(scheduler.optimizer))  # type: ignore[attr-defined]
+        vars(optimizer).update(vars(scheduler.optimizer))  # type: ignore[attr-defined]
+        kept = ({name: value for name, value in group.items() if name != "params"} for group in groups)
+        optimizer.param_groups = [{**copy.deepcopy(group), "lr": lr} for group, lr in zip(kept, bases, strict=True)]
+        made = type(scheduler)(optimizer, **params)  # type: ignore[call-arg]
+        if position:
+            made.step(position - 1)  # type: ignore[attr-defined]
+        return made
 
-        base = shortest_decimal(at, rate)
-        if base is None:
-            return None
-        found.append(base)
-    return found
+    def base(group: int, rate: float) -> float | None:
+        def at(base: float) -> float:
+            return float(built([base] * len(groups)).optimizer.param_groups[group]["lr"])  # type: ignore[attr-defined]
+
+        return shortest_decimal(at, rate)
+
+    one, other = (configuration(built([rate] * len(groups))) for rate in (1.0, 2.0))
+    if one == other:
+        return built([0.0] * len(groups))
+    found = rates if first else [base(group, rate) for group, rate in enumerate(rates)]
+    bases = [rate for rate in found if rate is not None]
+    return built(bases) if len(bases) == len(groups) else None
 
 
 def shortest_decimal(at: Callable[[float], float], rate: float) -> float | None:
@@ -539,36 +523,11 @@ def shortest_decimal(at: Callable[[float], float], rate: float) -> float | None:
     return next((base for base in written if at(base) == rate), None)
 
 
-def rates_at(scheduler: object, params: Mapping[str, object], built_for: Sequence[float], position: int) -> list[float]:
-    """The groups' rates at a position of a scheduler of this class with these parameters, built for those rates."""
-    groups = zip(scheduler.optimizer.param_groups, built_for, strict=True)  # type: ignore[attr-defined]
-    made = like(scheduler, params, [{**group, "lr": rate} for group, rate in groups])
-    if position:
-        made.step(position - 1)  # type: ignore[attr-defined]
-    return [float(group["lr"]) for group in made.optimizer.param_groups]  # type: ignore[attr-defined]
-
-
-def adopt_configuration(
-    scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]
-) -> None:
-    """Give one of DeepSpeed's schedulers the configuration that `params` of the JSON describe.
-
-    `groups` are the param groups that it is built for (WarmupLR without a maximum and WarmupCosineLR take their
-    rates): they are copied, not changed.
-    """
-    made = like(scheduler, params, groups)
-    for name, value in vars(made).items():
+def adopt_configuration(scheduler: object, other: object) -> None:
+    """Configure one of DeepSpeed's schedulers as another of its class is."""
+    for name, value in vars(other).items():
         if name not in ("optimizer", "last_batch_iteration", "_last_lr"):
             setattr(scheduler, name, value)
-
-
-def like(scheduler: object, params: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> object:
-    """A scheduler of the same class with other parameters, bound to copies of the groups."""
-    optimizer = type(scheduler.optimizer)  # type: ignore[attr-defined]
-    stand_in = object.__new__(optimizer)
-    vars(stand_in).update(vars(scheduler.optimizer))  # type: ignore[attr-defined]
-    stand_in.param_groups = [copy.deepcopy({n: v for n, v in group.items() if n != "params"}) for group in groups]
-    return type(scheduler)(stand_in, **params)  # type: ignore[call-arg]
 
 
 _KEYS = {"clock": CLOCKS, "position": UNITS}

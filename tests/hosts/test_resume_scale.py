@@ -18,8 +18,9 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
     """DeepSpeed's load replaces the scaler object wholesale (`load_state_dict`, runtime/zero/stage_1_and_2.py)."""
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 
-    from ds_reshard.hosts.deepspeed.resume_values import Saved, apply, own_values
+    from ds_reshard.hosts.deepspeed.resume import apply, run_values
     from ds_reshard.resume.policy import ResumePolicy
+    from ds_reshard.resume.scheduler_policy import SavedValues
 
     class Engine(SimpleNamespace):
         __hash__ = object.__hash__  # type: ignore[assignment]
@@ -37,10 +38,12 @@ def test_the_loss_scaler_of_this_run_replaces_the_loaded_one() -> None:
         return made
 
     optimizer = SimpleNamespace(param_groups=[], loss_scaler=scaler(2.0**12), clip_grad=0.5)
-    engine: Any = Engine(optimizer=optimizer, lr_scheduler=None, global_steps=0, training_dataloader=None)
-    own_values(engine)
+    engine: Any = Engine(
+        optimizer=optimizer, lr_scheduler=None, client_lr_scheduler=None, global_steps=0, training_dataloader=None
+    )
+    run_values(engine)
     optimizer.loss_scaler, optimizer.clip_grad = scaler(2.0**20), 1.0
-    saved = Saved(where="", stage=1, dp=1)
+    saved = SavedValues(where="", stage=1, dp=1)
     apply(engine, saved, ResumePolicy(hyperparameters=("clip_grad",)))
     assert optimizer.loss_scaler.cur_scale == 2.0**20 and optimizer.clip_grad == 0.5
     apply(engine, saved, ResumePolicy(hyperparameters=("loss_scale",)))

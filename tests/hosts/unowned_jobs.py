@@ -134,7 +134,7 @@ def kept_alive(setup: Setup, folder: str) -> list[str]:
     import types
 
     import ds_reshard
-    from ds_reshard.hosts.deepspeed.resume_values import beginning_of, own_values
+    from ds_reshard.hosts.deepspeed.resume import beginning_of, run_values
 
     engine = make(setup, seed=99)
     with ds_reshard.install("deepspeed"):
@@ -145,7 +145,7 @@ def kept_alive(setup: Setup, folder: str) -> list[str]:
         scheduler.load_state_dict(state)
     unwanted = {id(engine), id(engine.optimizer), id(scheduler.optimizer), id(engine.module), id(scheduler)}
     found, seen = [], set()
-    stack: list[Any] = [own_values(engine), beginning_of(scheduler)]
+    stack: list[Any] = [run_values(engine), beginning_of(scheduler)]
     while stack:
         thing = stack.pop()
         for item in gc.get_referents(thing):

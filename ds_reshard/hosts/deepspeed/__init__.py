@@ -1,7 +1,6 @@
 """DeepSpeed: `engine.load_checkpoint` under any ZeRO stage and data-parallel size, and as the resume policy says.
 
-Importing this loads neither DeepSpeed nor torch; the seams are in `load.py`, `resume_session.py` and
-`external_schedulers.py`.
+Importing this loads neither DeepSpeed nor torch; the seams are in `load.py` and `resume.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ def _seam(target: str) -> Seam:
 def _scheduler(target: str, parameter: str) -> Patch:
     return Patch(
         target=f"{target}.load_state_dict",
-        wrapper=_seam("external_schedulers:load_state_dict"),
+        wrapper=_seam("resume:load_state_dict"),
         signature=(parameter,),
         summary="a scheduler beside the engine takes its state as the resume policy says",
     )
@@ -26,7 +25,7 @@ def _scheduler(target: str, parameter: str) -> Patch:
 _OPTIMIZERS = tuple(
     Patch(
         target=f"deepspeed.runtime.{target}.load_state_dict",
-        wrapper=_seam("own_state:load_state_dict"),
+        wrapper=_seam("resume:load_optimizer_state"),
         signature=(parameter,),
         summary="refuses resume flags, and shards of other ranks, where a script gives the optimizer its state itself",
         optional=True,
@@ -96,13 +95,13 @@ HOOKS = HostHooks(
         ),
         Patch(
             target="deepspeed.runtime.engine:DeepSpeedEngine.save_checkpoint",
-            wrapper=_seam("resume_session:save_checkpoint"),
+            wrapper=_seam("resume:save_checkpoint"),
             signature=("save_dir", "tag"),
             summary="notes what this run saves, to which no resume policy applies",
         ),
         Patch(
             target="deepspeed.runtime.engine:DeepSpeedEngine._take_model_step",
-            wrapper=_seam("external_schedulers:take_model_step"),
+            wrapper=_seam("resume:take_model_step"),
             signature=("lr_kwargs",),
             summary="raises a TypeError of the scheduler's own, where DeepSpeed steps it to another position",
         ),

@@ -25,6 +25,7 @@ from ds_reshard.hosts.deepspeed.live import live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord
+from ds_reshard.resume.scheduler_policy import other_state_faults
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 EXTRA_STATE = "_extra_state"
-MEND = "build the scheduler that was saved, or use --override-opt-param-scheduler or --no-load-lr-state"
 _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
 
@@ -195,38 +195,9 @@ def live_entries(
 
 def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Request) -> list[Fault]:
     """Whether this run's scheduler is to be given a state that the checkpoint does not have."""
-    wanted = request.scheduler and not request.module_only and engine.lr_scheduler is not None
-    saved = model.entries.get("lr_scheduler")
-    if wanted and isinstance(saved, Mapping) and _of_another_kind(engine.lr_scheduler, saved):
-        return [
-            ModelMismatch.fault(
-                model.path,
-                "holds the state of another kind of scheduler",
-                f"the state of {type(engine.lr_scheduler).__name__}",
-                ", ".join(sorted(saved)),
-                mend=MEND,
-            )
-        ]
-    if not wanted or saved is not None:
+    if not request.scheduler or request.module_only or engine.lr_scheduler is None:
         return []
-    return [
-        ModelMismatch.fault(
-            model.path,
-            "holds no scheduler state",
-            "the state of this run's scheduler",
-            "none",
-            mend="pass load_lr_scheduler_states=False, or resume with --no-load-lr-state",
-        )
-    ]
-
-
-def _of_another_kind(scheduler: object, saved: Mapping[str, object]) -> bool:
-    """Whether one is DeepSpeed's and the other torch's: the position, in another place, would begin at 0 again."""
-    names = ("last_batch_iteration", "last_epoch")
-    return any(
-        hasattr(scheduler, own) and own not in saved and other in saved and not hasattr(scheduler, other)
-        for own, other in (names, names[::-1])
-    )
+    return other_state_faults(engine.lr_scheduler, model.entries.get("lr_scheduler"), where=model.path)
 
 
 def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings, *, custom: bool) -> dict[str, object]:

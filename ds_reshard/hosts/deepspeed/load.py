@@ -65,8 +65,7 @@ from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
 from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
-from ds_reshard.hosts.deepspeed.resume_session import Resume, policy_of, saved_by
-from ds_reshard.hosts.deepspeed.resume_values import as_it_is, narrowed
+from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unfound import found_at_all, renamed
 from ds_reshard.model.facts import canonical
@@ -115,7 +114,7 @@ def load_checkpoint(call: Call) -> Result:
         custom_load_fn=call["custom_load_fn"],
     )
     steps = Steps()
-    with as_it_is():
+    with scheduler_seam_off():
         mine = steps.take(
             lambda: _consider(engine, module_only=request.module_only), subject=f"loading {request.load_dir}"
         )
@@ -175,7 +174,7 @@ def foresee(
     With `whole` also what other ranks find in the shards that they open. For an engine without a process group.
     """
     steps = Steps()
-    with as_it_is():
+    with scheduler_seam_off():
         subject = f"loading {request.load_dir}"
         mine = steps.take(lambda: _consider(engine, module_only=request.module_only), subject=subject)
         with in_force(PickleRules(mine.settings.trust if mine is not None else frozenset())):
@@ -251,7 +250,7 @@ def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: 
     if told.faults:
         return told
     if told.listing is not None or told.universal:
-        wanted = narrowed(request, _policy(mine, told)).load_optimizer
+        wanted = restrict(request, _policy(mine, told)).load_optimizer
         if told.listing is not None:
             told = replace(told, listing=renamed(told.listing, engine, mine.settings.names))
         found = look_too(told, optimizer=wanted, row=mine.grid.row)
@@ -280,7 +279,7 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
     found = Found(own_save=own_save)
     if mine.direct:
-        wanted = narrowed(request, _policy(mine, found)).load_optimizer
+        wanted = restrict(request, _policy(mine, found)).load_optimizer
         names, row = mine.settings.names, mine.grid.row
         rename = partial(renamed, engine=engine, names=names)
         looked = look(

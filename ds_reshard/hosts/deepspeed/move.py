@@ -21,13 +21,13 @@ from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Request, has_loader,
 from ds_reshard.hosts.deepspeed.grid import param_names
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
 from ds_reshard.hosts.deepspeed.prepare import Prepared
-from ds_reshard.hosts.deepspeed.resume_values import ANEW, FROM_CHECKPOINT, MASTERS, MOMENTS, Last
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
-from ds_reshard.resume.report import EQUAL_TO_WEIGHTS
+from ds_reshard.resume.report import ANEW, EQUAL_TO_WEIGHTS, FROM_CHECKPOINT, MASTERS, MOMENTS
+from ds_reshard.resume.scheduler_policy import SavedValues
 from ds_reshard.resume.schedulers import has_moments
 
 if TYPE_CHECKING:
@@ -313,19 +313,19 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
 _KEPT = "as before this load"
 
 
-def states_left(engine: DeepSpeedEngine, last: Last) -> dict[str, str]:
+def states_left(engine: DeepSpeedEngine, request: Request, saved: SavedValues) -> dict[str, str]:
     """Whose the masters and the moments of this rank are after a load, by the rows of its report.
 
     By what is in the engine; what was asked for tells whose moments are that are other than zero.
     """
-    moments = FROM_CHECKPOINT if last.request.load_moments and last.saved.has(MOMENTS) else _KEPT
-    return {MASTERS: _masters_left(engine, last), MOMENTS: moments if has_moments(engine.optimizer) else ANEW[MOMENTS]}
+    masters = _masters_left(engine, loaded=request.load_optimizer and saved.has(MASTERS))
+    moments = FROM_CHECKPOINT if request.load_moments and saved.has(MOMENTS) else _KEPT
+    return {MASTERS: masters, MOMENTS: moments if has_moments(engine.optimizer) else ANEW[MOMENTS]}
 
 
-def _masters_left(engine: DeepSpeedEngine, last: Last) -> str:
+def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
     """The first elements of each flat buffer are compared with the weights: as many as are cheap in CPU memory, too."""
     live = live_optimizer(engine)
-    loaded = last.request.load_optimizer and last.saved.has(MASTERS)
     compared = [
         (masters.detach().view(-1)[:_COMPARED_NUMEL], weights.detach().view(-1)[:_COMPARED_NUMEL])
         for masters, weights in zip(

@@ -19,7 +19,6 @@ from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
-from ds_reshard.hosts.deepspeed import resume_values
 from ds_reshard.hosts.deepspeed.adopt import group_values
 from ds_reshard.hosts.deepspeed.coming_engine import ComingEngine, filled, parsed
 from ds_reshard.hosts.deepspeed.coming_grid import (
@@ -39,6 +38,7 @@ from ds_reshard.hosts.deepspeed.load import foresee
 from ds_reshard.hosts.deepspeed.move import counters
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.ready import Decision
+from ds_reshard.hosts.deepspeed.resume import UNHOOKED, report, restrict
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps
@@ -47,6 +47,7 @@ from ds_reshard.resume.lr_preview import HOOKS_NEEDED
 from ds_reshard.resume.policy_sources import policy_beside
 from ds_reshard.resume.report import ResumeReport, Row
 from ds_reshard.resume.schedule import SOURCE
+from ds_reshard.resume.scheduler_policy import SCHEDULED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -188,7 +189,7 @@ class _Forecasting:
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
         place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
-        wanted = resume_values.narrowed(self.request, policy_beside(self.coming.config)).load_optimizer
+        wanted = restrict(self.request, policy_beside(self.coming.config)).load_optimizer
         found = look(folder, self.tag, optimizer=wanted, universal=universal, names=names, row=place)
         self.rows[row] = found.checkpoint
         return found
@@ -403,23 +404,22 @@ def _report(engine: ComingEngine, decision: Decision, prepared: Prepared) -> Res
     resume.apply(Steps())
     if resume.proof is not None and decision.loader == "ds_reshard":
         resume.proof = "each tensor is proved by the load"
-        resume.note()
-    made = resume_values.report(as_engine, resume_values.own_values(as_engine), None)
+    made = report(as_engine)
     saved = values.groups if values is not None else {}
     rows = tuple(_as_far_as_known(row, engine, decision, saved) for row in made.rows)
     unknown = engine.scripts_optimizer or engine.scripts_scheduler
-    warnings = [one for one in made.warnings if one != resume_values.UNHOOKED]
+    warnings = [one for one in made.warnings if one != UNHOOKED]
     return replace(made, rows=rows, warnings=tuple(one for one in warnings if not (unknown and "learning rate" in one)))
 
 
 def _as_far_as_known(row: Row, engine: ComingEngine, decision: Decision, saved: Mapping[int, object]) -> Row:
     """A row without what only the script knows: what its optimizer and its scheduler begin with."""
     group, _, name = row.name.removeprefix("group ").partition(": ") if row.name.startswith("group ") else ("", "", "")
-    by_scheduler = engine.scripts_scheduler and name in resume_values.SCHEDULED - {"weight_decay"}
+    by_scheduler = engine.scripts_scheduler and name in SCHEDULED - {"weight_decay"}
     if not name or not (engine.scripts_optimizer or by_scheduler):
         return row
     assert decision.resume is not None
     policy = decision.resume.policy
-    taken = policy.takes(name) or (name in resume_values.SCHEDULED and policy.schedule_is_this_runs)
+    taken = policy.takes(name) or (name in SCHEDULED and policy.schedule_is_this_runs)
     taken = taken or not policy.loads_masters or int(group) not in saved
     return replace(row, this_run=_SCRIPTS, used=_SCRIPTS if taken else row.used)

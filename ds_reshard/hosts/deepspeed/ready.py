@@ -12,7 +12,7 @@ from ds_reshard.formats.zero.shards import ZeroShards, alike_on_all_ranks, compa
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.prepare import Prepared
-from ds_reshard.hosts.deepspeed.resume_session import Resume
+from ds_reshard.hosts.deepspeed.resume import Resume
 from ds_reshard.operations.ranks import Steps, Told, attempt, gather, other_files
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 

@@ -1,0 +1,772 @@
+"""The resume policy on a DeepSpeed engine: refused before a load, applied after it, and reported.
+
+A load is asked for no more than the policy wants; afterwards this run's values, noted before its first load, are
+written back, and each scheduler is put where it belongs (`resume/scheduler_policy.py` has the table).
+
+Four seams, of rung 2 of the ladder (methods on classes). `load_state_dict` of torch's and DeepSpeed's schedulers, as
+neither announces a state: what a policy decided at the engine's load would be undone when a scheduler that the engine
+does not know is given its saved state. `load_state_dict` of DeepSpeed's optimizers, which a script may call past
+`load_checkpoint`. `_take_model_step` and `save_checkpoint` of the engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import replace
+from math import gcd
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, sequence_ranks
+from ds_reshard.hooks import Call
+from ds_reshard.hooks.installation import REGISTRY
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
+from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
+from ds_reshard.hosts.deepspeed.live import live_kind, refuse_use, restore_use
+from ds_reshard.hosts.deepspeed.move import states_left
+from ds_reshard.hosts.deepspeed.prepare import SavedGroups
+from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
+from ds_reshard.model.content import MASTER, WEIGHT
+from ds_reshard.model.during import during
+from ds_reshard.operations.ranks import Steps, agree, attempt, raise_caused, rank
+from ds_reshard.operations.watching import under_way
+from ds_reshard.resume import policy_sources, schedulers
+from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.report import (
+    ANEW,
+    FROM_CHECKPOINT,
+    MASTERS,
+    MOMENTS,
+    ResumeReport,
+    Row,
+    batch_size_warning,
+    because,
+    publish,
+    rate_warning,
+    say_applied,
+    unwritable,
+)
+from ds_reshard.resume.scheduler_policy import BOUNDS, SCHEDULED, SavedValues, ScheduleResume
+from ds_reshard.resume.schedulers import DEEPSPEED, Beginning, innermost, position_in, position_of, set_groups
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+logger = logging.getLogger("ds_reshard")
+
+Result = tuple[object, object]
+
+
+def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
+    """The policy of this process and of this engine's JSON.
+
+    The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
+    """
+    policy = policy_sources.asked_policy(settings.resume)
+    if module_only or live_kind(engine) == "none":
+        return ResumePolicy(report=policy.report)
+    if not settings.enabled and not policy.is_default:
+        what = "is false, and a resume policy was asked for: it cannot be applied"
+        fault = ConfigError.fault(
+            "ds_reshard.enabled", what, mend='set "enabled": true, or leave out the resume policy'
+        )
+        raise_faults([fault], subject="DeepSpeed config")
+    return policy
+
+
+class RunValues:
+    """This run's own values, as they were before its first load, and the last load.
+
+    `groups` are the param groups without the parameters; `stepped` says that the engine had trained before, so that the
+    scheduler's beginning is not known. `sampler` is the state of a curriculum's data sampler, `random_ltd` that of the
+    schedule of random-LTD, which counts by the iteration.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        optimizer, sampler = engine.optimizer, _sampler(engine)
+        random_ltd = getattr(engine, "random_ltd_scheduler", None)
+        kept = ({n: v for n, v in group.items() if n not in ("params", "step")} for group in live_groups(engine))
+        self.groups = list(map(copy.deepcopy, kept))
+        self.clip_grad: object = getattr(optimizer, "clip_grad", None)
+        self.loss_scaler: object = copy.deepcopy(getattr(optimizer, scale_name(optimizer) or "loss_scaler", None))
+        self.stepped: bool = engine.global_steps > 0
+        self.sampler: object = copy.deepcopy(sampler.state_dict()) if sampler is not None else None
+        self.random_ltd: object = copy.deepcopy(random_ltd.state_dict()) if random_ltd is not None else None
+        self.last: Resume | None = None
+
+
+_VALUES: weakref.WeakKeyDictionary[DeepSpeedEngine, RunValues] = weakref.WeakKeyDictionary()
+_BEGINNINGS: weakref.WeakKeyDictionary[object, Beginning] = weakref.WeakKeyDictionary()
+
+
+def run_values(engine: DeepSpeedEngine) -> RunValues:
+    """This run's values, noted by the first call."""
+    if engine not in _VALUES:
+        if engine.lr_scheduler is not None:
+            beginning_of(engine.lr_scheduler)
+        _VALUES[engine] = RunValues(engine)
+    return _VALUES[engine]
+
+
+def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
+    """The live param groups of the torch optimizer inside the engine's."""
+    optimizer = getattr(engine, "optimizer", None)
+    groups: list[dict[str, object]] = getattr(getattr(optimizer, "optimizer", optimizer), "param_groups", [])
+    return groups
+
+
+def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
+    """The data sampler of curriculum learning, the only data position that DeepSpeed stores."""
+    loader = engine.training_dataloader
+    sampler: DeepSpeedDataSampler | None = getattr(loader, "data_sampler", None)
+    return sampler if loader is not None and engine.curriculum_learning_enabled() else None
+
+
+def beginning_of(scheduler: object) -> Beginning:
+    """The scheduler as it was at the first call, which comes before it is given a state."""
+    if scheduler not in _BEGINNINGS:
+        _BEGINNINGS[scheduler] = Beginning(scheduler)
+    return _BEGINNINGS[scheduler]
+
+
+def external_schedulers(engine: DeepSpeedEngine) -> list[object]:
+    """The schedulers on the engine's optimizer that were given a state, without the engine's own.
+
+    Hugging Face's Trainer and accelerate, and many scripts, keep schedulers that the engine does not know, and give
+    them their state before or after `engine.load_checkpoint` (transformers/trainer.py,
+    `_load_optimizer_and_scheduler`; accelerate/checkpointing.py, `load_accelerator_state`).
+    """
+    optimizer = innermost(engine.optimizer)
+    return [one for one in list(_BEGINNINGS) if innermost(one) is optimizer and not _owns(engine.lr_scheduler, one)]
+
+
+def _owns(scheduler: object, part: object) -> bool:
+    """Whether `part` is the scheduler, or inside it."""
+    return part is scheduler or any(_owns(inner, part) for inner in getattr(scheduler, "_schedulers", ()))
+
+
+def _schedule(
+    engine: DeepSpeedEngine, policy: ResumePolicy, saved: SavedValues | None, external: object = None
+) -> ScheduleResume:
+    """The engine's own scheduler under a policy; or an external one, whose state is the one of `saved`."""
+    own, scheduler = run_values(engine), engine.lr_scheduler if external is None else external
+    others = (*external_schedulers(engine), engine.lr_scheduler) if external is not None else ()
+    return ScheduleResume(
+        policy=policy,
+        scheduler=scheduler,
+        beginning=beginning_of(scheduler) if scheduler is not None else None,
+        own_groups=own.groups,
+        saved=saved,
+        external=external is not None,
+        others=[one for one in others if one is not None and one is not external],
+        by_script=engine.client_lr_scheduler is not None,
+        stepped=own.stepped and external is None,
+    )
+
+
+def _state_of(scheduler: object, state: Mapping[str, object] | None = None) -> SavedValues:
+    """What an external scheduler is to resume from: the state that it is given, or was given before the load."""
+    state = copy.deepcopy(scheduler.state_dict()) if state is None else state  # type: ignore[attr-defined]
+    return SavedValues(where=f"the state of {type(scheduler).__name__}", scheduler=state)
+
+
+def restrict(request: Request, policy: ResumePolicy) -> Request:
+    """The load that a policy asks for: never more than the caller's arguments, which keep their meaning."""
+    return replace(
+        request,
+        optimizer=request.optimizer and policy.loads_masters,
+        moments=policy.loads_moments,
+        replaced=frozenset(policy.hyperparameters) | (SCHEDULED if policy.schedule_is_this_runs else frozenset()),
+        module_only=request.module_only or policy.finetune,
+        scheduler=request.scheduler and policy.keeps_position and policy.scheduler != "override",
+    )
+
+
+LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"
+
+
+class Resume:
+    """One load under a policy, and what is remembered of it; nothing here keeps the engine alive.
+
+    `request` is what the policy asks of the load, `proof` says how many tensors were proved, if that was asked for.
+    `before` has iteration, samples and position just before the load. Once it is done `saved` has the checkpoint's
+    facts, `iteration` is the one that it left, `states` says whose masters and moments, and `external` has the
+    schedulers beside the engine that have taken a state since, with its position.
+    """
+
+    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, *, prove: bool) -> None:
+        self.policy, self.request = policy, restrict(request, policy)
+        self.proof = LEFT_TO_DEEPSPEED if prove else None
+        self.saved: SavedValues | None = None
+        self.iteration = 0
+        self.states: Mapping[str, str] | None = None
+        self.external: weakref.WeakKeyDictionary[object, int | None] = weakref.WeakKeyDictionary()
+        self.before: tuple[int, int, int | None] = (0, 0, None)
+        self._ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
+        if not request.module_only:
+            run_values(engine)
+            position = position_of(engine.lr_scheduler) if engine.lr_scheduler is not None else None
+            self.before = engine.global_steps, engine.global_samples, position
+
+    @property
+    def _engine(self) -> DeepSpeedEngine:
+        engine = self._ref()
+        assert engine is not None, "who loads holds the engine"
+        return engine
+
+    def refuse(self) -> None:
+        """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
+        engine, policy = self._engine, self.policy
+        if policy.is_default:
+            return
+        faults = _argument_faults(engine, self._arguments, policy) + _schedule(engine, policy, None).faults()
+        for other in external_schedulers(engine):
+            faults += _schedule(engine, policy, _state_of(other), other).faults()
+        raise_faults(faults, subject=self._subject)
+
+    def _refuse_place(self) -> None:
+        """Raise if the report cannot be written on this machine; preflight runs on another one."""
+        import torch.distributed as dist
+
+        if dist.is_initialized() and rank() == 0 and not self._arguments.module_only:
+            raise_faults(unwritable(self.policy.report), subject=self._subject)
+
+    def without_files(self, aside: Aside | None) -> None:
+        """Raise what the policy cannot do as DeepSpeed loads tensors that are not read here.
+
+        `aside` is what the model file says beside them.
+        """
+        self._refuse_place()
+        policy, aside = self.policy, aside or Aside()
+        if policy.is_default:
+            return
+        unable = [f'scheduler "{policy.scheduler}"'] if policy.scheduler in ("checkpoint", "strict") else []
+        unable += [f'optimizer "{policy.optimizer}"'] if policy.optimizer != "load" else []
+        unable += ["finetune"] if policy.finetune else []
+        what = "is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {} cannot be applied to it"
+        mend = "convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy"
+        where = self._arguments.load_dir
+        faults = [UnsupportedLayout.fault(where, what.format(name), mend=mend) for name in unable]
+        raise_faults(faults or aside.faults, subject=self._subject)
+        if aside.entries is not None:
+            settings, stage = parse_settings(self._engine._config._param_dict), self._engine.zero_optimization_stage()
+            self.saved = _saved_values(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
+
+    def read(self, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings) -> None:
+        """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
+        self._refuse_place()
+        engine, policy = self._engine, self.policy
+        wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
+        self.saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=wants))
+        if policy.is_default:
+            return  # the facts are for the report alone; what is wrong with them, the load itself will say
+        if cause is not None:
+            raise cause
+        raise_faults(_schedule(engine, policy, self.saved).faults(), subject=self._subject)
+
+    def after_deepspeed(self, result: Result) -> Result:
+        """Apply the policy to the engine that DeepSpeed has loaded; its own result. Collective."""
+        if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
+            logger.warning("%s: %s", self._subject, self.proof)
+        if result[0] is None or self._arguments.module_only:
+            return result
+        if self.policy.is_default:
+            self._apply()
+            run_values(self._engine).last = self
+        else:
+            refuse_use(self._engine, f"the resume policy was not applied after {self._subject}")
+            self.apply(Steps())
+            restore_use(self._engine)
+        return result
+
+    def apply(self, steps: Steps) -> None:
+        """Apply the policy to the engine that was loaded, once all ranks' steps have gone well. Collective."""
+        if not self._arguments.module_only:
+            steps.take(self._apply, subject=self._subject)
+        steps.agree()
+        if not self._arguments.module_only:
+            run_values(self._engine).last = self
+
+    def _apply(self) -> None:
+        engine, policy = self._engine, self.policy
+        if self.saved is None:  # DeepSpeed has loaded what is not read here: the engine shows it
+            position = position_of(engine.lr_scheduler) if engine.lr_scheduler is not None else None
+            self.saved = SavedValues(
+                where=self._arguments.load_dir,
+                stage=int(engine.zero_optimization_stage()),
+                dp=int(engine.loaded_checkpoint_dp_world_size or engine.seq_dp_world_size),
+                scheduler={"last_epoch": position} if position is not None else None,
+                iteration=engine.global_steps,
+                samples=engine.global_samples,
+                skipped=engine.skipped_steps,
+            )
+        if not policy.is_default:
+            apply(engine, self.saved, policy)
+        self.iteration = engine.global_steps
+        self.request, self._arguments = (replace(one, custom_load_fn=None) for one in (self.request, self._arguments))
+        for scheduler in external_schedulers(engine) if not policy.is_default else ():  # given a state before the load
+            self.apply_external(engine, _schedule(engine, policy, _state_of(scheduler), scheduler))
+
+    def apply_external(self, engine: DeepSpeedEngine, schedule: ScheduleResume) -> None:
+        """Apply the policy to an external scheduler that is given its state."""
+        groups = live_groups(engine)
+        assert self.saved is not None and schedule.saved is not None
+        schedule.apply(groups, self.saved.group_values(len(groups)))
+        set_groups(groups, schedule.own_groups, self.policy.hyperparameters)
+        self.external.pop(schedule.scheduler, None)  # the last one to take a state comes last
+        self.external[schedule.scheduler] = position_in(schedule.saved.scheduler or {})
+
+    def report(self, result: Result) -> Result:
+        """Publish the report of a load that has ended; the load's own result. Collective if a file was asked for."""
+        if result[0] is None or self._arguments.module_only:
+            return result
+        policy_sources.note_applied(self.policy)
+        _, faults, cause = attempt(self.publish) if rank() == 0 else (None, [], None)
+        if self.policy.report is not None:
+            agree(faults, subject=f"resume report {self.policy.report}", cause=cause)
+        elif faults:
+            logger.error("no resume report: %s", "; ".join(fault.line() for fault in faults))
+        return result
+
+    def publish(self, scheduler: object = None) -> None:
+        """Rank 0: publish the report of the load, or anew as an external scheduler has taken a state since."""
+        assert self.saved is not None, "the load has noted it"
+        if scheduler is None:
+            self.states = states_left(self._engine, self.request, self.saved)
+        table = report(self._engine)
+        if scheduler is None:
+            logger.info("%s", table)
+        else:
+            rates = [row.used for row in table.rows if row.name.endswith(": lr")]
+            position = table["schedule position"].used
+            logger.info("%s took its state: position %s, lr %s", type(scheduler).__name__, position, rates)
+        for warning in table.warnings if scheduler is None else _counts_batches(self._engine, self):
+            logger.warning("%s", warning)
+        waiting = "; a scheduler beside the engine sets it anew with its state" if WAITING in table.warnings else ""
+        say_applied(table, self.policy, reserve=waiting)
+        publish(table, path=self.policy.report)
+
+
+_NOT_HYPERPARAMETERS = (
+    *("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize", "decoupled_weight_decay"),
+    *(*BOUNDS, "max_momentum", "base_momentum"),
+)
+"""What decides which states an optimizer has or how it computes, and what schedulers keep in the groups."""
+
+
+def _argument_faults(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
+    """Where the policy contradicts the arguments of `load_checkpoint`, the configuration or the engine's own past."""
+    own, wrong, asked = run_values(engine), list[tuple[str, str, str]](), f'scheduler "{policy.scheduler}"'
+    in_files, masters = policy.scheduler in ("checkpoint", "strict"), policy.optimizer == "masters"
+    # Lightning, whose engine has no scheduler, never asks for the state of one: it steps its own
+    if (in_files or policy.scheduler == "override") and not request.scheduler and engine.lr_scheduler is not None:
+        what = f"contradicts {asked}: one leaves the schedule out, the other asks for it"
+        mend = 'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)'
+        wrong.append(("load_checkpoint(load_lr_scheduler_states=False)", what, mend))
+    if not request.optimizer and (masters or in_files):
+        what = f"contradicts {'masters' if masters else asked}, which is in the optimizer's files"
+        mend = "leave out load_optimizer_states=False, or that part of the resume policy"
+        wrong.append(("load_checkpoint(load_optimizer_states=False)", what, mend))
+    if masters and not engine.zero_load_from_fp32_weights():
+        what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
+        mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
+        wrong.append(("zero_optimization.load_from_fp32_weights: false", what, mend))
+    if not policy.loads_moments and (own.stepped or own.last is not None or engine.global_steps > 0):
+        what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
+        wrong.append(("the running engine", what, "build the engine anew for a load without moments"))
+    if policy.dataloader == "reset" and own.sampler is None and not policy_sources.adopted("dataloader"):
+        what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
+        wrong.append(("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
+    if not policy.rng and not policy.finetune and not policy_sources.adopted("rng"):
+        what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
+        mend = "leave out --no-load-rng; those that the script or accelerate restores may be set anew after the load"
+        wrong.append(("rng", what, mend))
+    known = {name for group in own.groups for name in group}.difference(_NOT_HYPERPARAMETERS)
+    known |= {"clip_grad", "loss_scale"}
+    what, mend = "is no hyper-parameter of this run's optimizer or engine", ", ".join(sorted(known - {"lr"}))
+    wrong += [
+        (f"hyperparameters: {name}", what, f"name some of {mend}")
+        for name in policy.hyperparameters
+        if name not in known
+    ]
+    if policy.takes("loss_scale") and own.loss_scaler is None:
+        wrong.append(("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
+    return [ConfigError.fault(where, what, mend=mend) for where, what, mend in wrong]
+
+
+def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> None:
+    """After a load: this run's values where the policy wants them, and the schedule where it belongs.
+
+    Not collective; the same on every rank.
+    """
+    own, groups, optimizer = run_values(engine), live_groups(engine), engine.optimizer
+    if policy.takes("clip_grad"):
+        optimizer.clip_grad = own.clip_grad if own.clip_grad is not None else engine.gradient_clipping()
+    if policy.takes("loss_scale"):
+        setattr(optimizer, scale_name(optimizer) or "loss_scaler", copy.deepcopy(own.loss_scaler))
+    if not policy.keeps_iteration:
+        engine.global_steps = engine.global_samples = engine.skipped_steps = 0
+        if (random_ltd := getattr(engine, "random_ltd_scheduler", None)) is not None:
+            random_ltd.load_state_dict(own.random_ltd)
+    sampler = _sampler(engine)
+    if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
+        load_sampler(sampler, copy.deepcopy(own.sampler))
+    _schedule(engine, policy, saved).apply(groups, saved.group_values(len(groups)))
+    set_groups(groups, own.groups, policy.hyperparameters)
+
+
+def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
+    """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
+    values: dict[int, Mapping[str, object]] = {}
+    # a model file of stage 0 may have the optimizer in it, as records
+    if checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
+        for number, (group, differing) in groups.matched.items():
+            if not differing:
+                revived_group = revived(dict(group), trusted=settings.trust, where=f"param group {number}")
+                assert isinstance(revived_group, dict)
+                values[number] = revived_group
+    saved = _saved_values(
+        checkpoint.model.entries,
+        settings,
+        where=checkpoint.listing.folder,
+        stage=checkpoint.told_stage,
+        scheduler=scheduler,
+    )
+    clip_grad = checkpoint.optimizer_entries.get("clip_grad")
+    return replace(saved, groups=values, clip_grad=clip_grad, states=_saved_states(checkpoint))
+
+
+def _saved_values(
+    entries: Mapping[str, object], settings: Settings, *, where: str, stage: int, scheduler: bool
+) -> SavedValues:
+    """The facts in the entries of a model file."""
+    names = ("ds_config", "lr_scheduler") if scheduler else ("ds_config",)
+    built = {name: revived(entries.get(name), trusted=settings.trust, where=name) for name in names}
+    state, config = (
+        one if isinstance(one := built.get(name), Mapping) else None for name in ("lr_scheduler", names[0])
+    )
+    numbers = {name: value for name, value in entries.items() if isinstance(value, int) and not isinstance(value, bool)}
+    dp = numbers.get("dp_world_size") or 1
+    return SavedValues(
+        where=where,
+        stage=stage,
+        dp=dp,
+        sp=gcd(dp, sequence_ranks(entries)),
+        scheduler=state,
+        config=config or {},
+        iteration=numbers.get("global_steps"),
+        samples=numbers.get("global_samples"),
+        skipped=numbers.get("skipped_steps") or 0,
+    )
+
+
+def _saved_states(checkpoint: ZeroCheckpoint) -> dict[str, str]:
+    """Rows of the report for what there is of an optimizer; of files that were not opened, no more than that."""
+    kinds = {key.kind for key in checkpoint.layout.placements} - {WEIGHT}
+    if kinds:
+        present = {MASTERS: MASTER in kinds, MOMENTS: bool(kinds - {MASTER})}
+        return {name: "saved" for name in present if present[name]}
+    listing, inside = checkpoint.listing, checkpoint.model.entries.get("optimizer")
+    unopened = listing.universal or inside is not None or any(one.optim for one in listing.columns.values())
+    unopened = unopened or any(name.startswith("optimizer.") for name in listing.nbytes)  # of plain PyTorch
+    return dict.fromkeys(ANEW, "not opened") if unopened else {}
+
+
+_SEAM_OFF: ContextVar[bool] = ContextVar("states of schedulers are taken as they are", default=False)
+
+
+def scheduler_seam_off() -> AbstractContextManager[None]:
+    """Inside, schedulers take the states that they are given as they are."""
+    return during(_SEAM_OFF, True)
+
+
+def load_state_dict(call: Call) -> object:
+    """Give a scheduler a state, as the policy of its engine's last load says. Not collective; no rank differs.
+
+    A call inside another, and each call inside `engine.load_checkpoint`, is left as it is.
+    """
+    if _SEAM_OFF.get():
+        return call()
+    scheduler, state = (*call.passed.values(), None)[:2]
+    with scheduler_seam_off():
+        _, faults, cause = attempt(lambda: beginning_of(scheduler))
+        engine = next((one for one in _VALUES if innermost(one.optimizer) is innermost(scheduler)), None)
+        last = run_values(engine).last if engine is not None else None
+        if engine is None or last is None or last.saved is None or not isinstance(state, Mapping):
+            return call()
+        default, fresh = last.policy.is_default, engine.global_steps == last.iteration
+        is_part = scheduler is not engine.lr_scheduler and _owns(engine.lr_scheduler, scheduler)
+        loaded = is_part or (scheduler is engine.lr_scheduler and not last.policy.places_schedule)
+        if default or loaded or not (fresh or scheduler not in last.external):  # the last is a state of the run itself
+            result = call()
+            if rank() == 0 and default and fresh and scheduler is not engine.lr_scheduler:
+                last.external[scheduler] = position_in(state)
+                for warning in _counts_batches(engine, last):
+                    logger.warning("%s", warning)
+            return result
+        raise_caused(faults, subject=f"loading {last.saved.where}", cause=cause)
+        schedule = _schedule(engine, last.policy, _state_of(scheduler, state), scheduler)
+        raise_faults(schedule.faults(), subject=f"loading {last.saved.where}")
+        result = None if last.policy.places_schedule else call()
+        last.apply_external(engine, schedule)
+        _, faults, _ = attempt(lambda: last.publish(scheduler)) if rank() == 0 else (None, [], None)
+        for fault in faults:
+            logger.error("no resume report: %s", fault.line())
+        return result
+
+
+_THROUGH_ENGINE = "save by engine.save_checkpoint, and load by engine.load_checkpoint"
+
+
+def load_optimizer_state(call: Call) -> object:
+    """Give an engine's optimizer a state; raise an error if that drops a policy, or if shards are of other ranks.
+
+    Not collective: ranks are given the same policy, and shards of one save. Inside `load_checkpoint` both are that
+    load's affair. DeepSpeed takes as much of a shard as fits, and says nothing (`_get_padded_tensor`,
+    stage_1_and_2.py, 0.19.8).
+    """
+    if under_way():
+        return call()
+    optimizer, states = list(call.passed.values())[:2]
+    refuse_policy(optimizer, asked_policy=policy_sources.asked_policy())
+    reads = call.passed.get("load_optimizer_states", True) or call.passed.get("load_from_fp32_weights", False)
+    shards = list(
+        states.values() if isinstance(states, Mapping) else states if isinstance(states, list | tuple) else ()
+    )
+    if not reads or getattr(optimizer, "elastic_checkpoint", False):  # which merges shards of any number
+        shards = []
+    live = _counts(getattr(optimizer, "partition_count", None))
+    for shard in shards:
+        saved = _counts(shard.get("partition_count")) if isinstance(shard, Mapping) else ()
+        if live and saved and saved != live:
+            where, what = f"{type(optimizer).__name__}.load_state_dict", "is given shards of another number of ranks"
+            raise UnsupportedLayout.of(where, what, f"{max(live)} ranks", f"{max(saved)}", mend=_THROUGH_ENGINE)
+    return call()
+
+
+def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None) -> None:
+    """Raise ConfigError if a script gives the optimizer of an engine its state by itself, which drops a policy.
+
+    `asked_policy` is the one for an optimizer without an engine. An engine that has trained goes back, and does not
+    resume.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))  # an optimizer knows none
+    engine = next((engine for engine in engines if getattr(engine, "optimizer", None) is optimizer), None)
+    if engine is not None and engine.global_steps:
+        return
+    policy = asked_policy or ResumePolicy()
+    if engine is not None:
+        policy = policy_of(engine, parse_settings(engine._config._param_dict), module_only=False)
+    if not policy.is_default:
+        what = f"cannot be applied: the script gives {type(optimizer).__name__} its state past engine.load_checkpoint"
+        raise ConfigError.of(", ".join(policy.asked.values()), what, mend=f"{_THROUGH_ENGINE}; or leave it out")
+
+
+def _counts(partitions: object) -> tuple[int, ...]:
+    """Of how many ranks the flat buffers are: a number for each at stages 1 and 2, and one for all at stage 3."""
+    found = partitions if isinstance(partitions, list | tuple) else [partitions]
+    return tuple(one for one in found if isinstance(one, int))
+
+
+def take_model_step(call: Call) -> None:
+    """Take one update; a TypeError of the scheduler's own is raised, of which DeepSpeed says nothing.
+
+    DeepSpeed steps the scheduler, and where that raises TypeError of any origin calls `step(train_batch_size)` in its
+    place (`_take_model_step`, deepspeed/runtime/engine.py, 0.14.5 to 0.19.8): a schedule whose own function fails goes
+    on at that position. There is no extension point between the optimizer's step and the scheduler's.
+    """
+    scheduler, raised = call["self"].lr_scheduler, list[TypeError]()
+    if scheduler is None or not hasattr(scheduler, "__dict__"):
+        call()
+        return
+    original, own = scheduler.step, vars(scheduler).get("step")
+
+    def step(*args: object, **kwargs: object) -> None:
+        for error in raised:
+            raise error
+        try:
+            original(*args, **kwargs)
+        except TypeError as error:
+            with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are DeepSpeed's to change
+                inspect.signature(original).bind(*args, **kwargs)
+                raised.append(error)
+            raise
+
+    scheduler.step = step
+    try:
+        call()
+    finally:
+        del scheduler.step
+        vars(scheduler).update({"step": own} if own is not None else {})
+
+
+Files = frozenset[tuple[str, int, int]]
+"""Files of a folder by name, size and time: one that was renamed, or is reached through `latest`, is known by them."""
+
+_SAVES: weakref.WeakKeyDictionary[DeepSpeedEngine, set[Files]] = weakref.WeakKeyDictionary()
+
+
+def save_checkpoint(call: Call) -> object:
+    """Save as DeepSpeed does; rank 0 notes what was written, if a resume policy was asked for."""
+
+    def note(engine: DeepSpeedEngine, tag: object) -> None:
+        policy = policy_of(engine, parse_settings(engine._config._param_dict), module_only=False)
+        files = _files(
+            Path(str(call["save_dir"]), str(tag if tag is not None else f"global_step{engine.global_steps}"))
+        )
+        if not policy.is_default and files:
+            _SAVES.setdefault(engine, set()).add(files)
+
+    result = call()
+    if rank() == 0:
+        attempt(lambda: note(call["self"], call["tag"]))
+    return result
+
+
+def saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
+    """Rank 0: whether the files of a tag, or of the latest one, are those that this engine wrote.
+
+    To load such a checkpoint again (the best one, at the end) is no resume; a tag that somebody else wrote again is.
+    """
+    tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
+    own = tag is not None and any(saved <= _files(Path(load_dir, str(tag))) for saved in _SAVES.get(engine, ()))
+    if own:
+        logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
+    return own
+
+
+def _files(folder: Path) -> Files:
+    if not folder.is_dir():
+        return frozenset()
+    with os.scandir(folder) as entries:
+        found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in found)
+
+
+_UNREAD = (
+    "weight decay, and learning rates that the scheduler does not store, were taken from the saved DeepSpeed JSON or "
+    "from this run, because the optimizer's files were not opened"
+)
+WAITING = (
+    "a scheduler that the engine does not own has not been given its state: until it is, its position is that of its "
+    "beginning, and the resume policy takes the state that it is given"
+)
+_COUNTS_BATCHES = (
+    "the scheduler's position ({position}) counts batches of all {dp} ranks, {updates} updates, as accelerate steps: "
+    "under another data-parallel size the same position is another update; where the script's lengths are multiples of "
+    "the number of ranks, give the scheduler its state with last_epoch {moved}"
+)
+UNHOOKED = (
+    "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
+    "the resume policy says: import ds_reshard.auto, or hand the scheduler to deepspeed.initialize"
+)
+
+
+def report(engine: DeepSpeedEngine) -> ResumeReport:
+    """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
+    own = run_values(engine)
+    last = own.last
+    assert last is not None and last.saved is not None
+    saved, policy = last.saved, last.policy
+    rows = tuple(Row.of(*values) for values in _rows(engine, last, saved))
+    warnings = [*batch_size_warning(saved.batch[0], engine.train_batch_size()), *_unused_rates(engine, policy)]
+    if not policy.keeps_iteration and not policy.finetune:
+        warnings.append("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder")
+    scheduled = _schedule(engine, policy, saved).scheduled
+    if engine.lr_scheduler is None and scheduled and not last.external and not policy.is_default:
+        warnings.append(WAITING)
+    warnings += _counts_batches(engine, last)
+    if REGISTRY.active("deepspeed") is None and (policy.scheduler != "host" or policy.places_schedule):
+        warnings.append(UNHOOKED)
+    if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
+        warnings.append(_UNREAD)
+    return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=rows, warnings=tuple(warnings))
+
+
+def _rows(
+    engine: DeepSpeedEngine, last: Resume, saved: SavedValues
+) -> Iterator[tuple[str, object, object, object, str]]:
+    """Name, value of the checkpoint, of this run, value used, and why."""
+    policy, own = last.policy, run_values(engine)
+    iteration, samples, before = last.before
+    yield "iteration", saved.iteration, iteration, engine.global_steps, because(policy, "iteration")
+    yield "samples", saved.samples, samples, engine.global_samples, because(policy, "iteration")
+    scheduler, position = engine.lr_scheduler, saved.position if saved.scheduler is not None else None
+    if last.external:
+        scheduler, position = list(last.external.items())[-1]
+        before = beginning_of(scheduler).position
+    used = position_of(scheduler) if scheduler is not None else None
+    yield "schedule position", position, before, used, because(policy, "position")
+    for number, (group, mine) in enumerate(zip(live_groups(engine), own.groups, strict=True)):
+        read = saved.groups.get(number, {})
+        for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum"):
+            if name in group:
+                why = because(policy, "schedule" if name in SCHEDULED else "", name)
+                yield f"group {number}: {name}", read.get(name), mine.get(name), group[name], why
+    clip = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
+    yield "clip_grad", saved.clip_grad, own.clip_grad, clip, because(policy, "clip_grad")
+    for name, asked in {MASTERS: last.request.load_optimizer, MOMENTS: last.request.load_moments}.items():
+        why = because(policy, "optimizer")
+        why = "arguments of load_checkpoint" if not asked and why == "host" else why
+        coming = FROM_CHECKPOINT if asked and saved.has(name) else ANEW[name]
+        left = last.states[name] if last.states is not None else coming
+        yield name, (saved.states or {}).get(name), ANEW[name], left, why
+    random = ("this run", "--finetune") if policy.finetune else ("the script's own", "DeepSpeed stores none")
+    yield "rng", None, "this run", *random
+    data = "from its start" if policy.dataloader == "reset" else "the script's own"
+    yield "data", None, "from its start", data, because(policy, "dataloader")
+    ours = int(engine.zero_optimization_stage()), engine.seq_dp_world_size
+    yield "stage and dp", (saved.stage, saved.dp), ours, ours, "this run"
+    total, steps = saved.batch
+    alone = engine.seq_dp_world_size == engine.dp_world_size  # else ranks share a micro batch, and none is implied
+    accumulation, batch = engine.gradient_accumulation_steps(), engine.train_batch_size()
+    yield "accumulation", steps if alone else None, accumulation, accumulation, "this run"
+    yield "global batch size", total, batch, batch, "this run"
+    if last.proof is not None:
+        yield "fingerprints", None, None, last.proof, '"verify": "fingerprint"'
+
+
+def _unused_rates(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iterator[str]:
+    """A warning for each param group whose own rate was given up, if nobody asked for that.
+
+    A scheduler of DeepSpeed sets rates of this run from the second update on. One of torch begins at `initial_lr`.
+    """
+    groups, scheduler = live_groups(engine), engine.lr_scheduler
+    if policy.scheduler != "host":
+        return
+    if any(schedulers.kind_of(one) == DEEPSPEED for one in (scheduler, *external_schedulers(engine))):
+        begun = schedulers.kind_of(scheduler) == DEEPSPEED and scheduler.last_batch_iteration >= 0
+        for number, (group, rate) in enumerate(
+            zip(groups, map(float, scheduler.get_lr() if begun else ()), strict=False)
+        ):
+            if group.get("lr") != rate:
+                yield rate_warning(number, rate, group.get("lr"), when=" by the first update")
+        return
+    for number, (group, mine) in enumerate(zip(groups, run_values(engine).groups, strict=True)):
+        name = "initial_lr" if "initial_lr" in mine else "lr"
+        if group.get(name) != mine.get(name):
+            yield rate_warning(number, mine.get(name), group.get(name))
+
+
+def _counts_batches(engine: DeepSpeedEngine, last: Resume) -> list[str]:
+    """A warning if the position of the external scheduler counts the batches of another number of ranks."""
+    assert last.saved is not None
+    saved, now = last.saved, engine.seq_dp_world_size
+    updates, then = (saved.iteration or 0) - saved.skipped, saved.dp
+    position = list(last.external.values())[-1] if last.external else None
+    if not updates or then in (1, now) or position != updates * then or schedulers.is_counted_elsewhere():
+        return []
+    return [_COUNTS_BATCHES.format(position=position, updates=updates, dp=then, moved=updates * now)]
