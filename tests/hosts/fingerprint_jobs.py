@@ -24,9 +24,7 @@ def save_as(run: Run, model: Model, folder: str, to: str) -> dict[str, Any]:
     return jobs.contents(engine)
 
 
-def load_proved(
-    run: Run, model: Model, folder: str, harm: str = "", custom: bool = False, **arguments: Any
-) -> dict[str, Any]:
+def load_proved(run: Run, model: Model, folder: str, harm: str = "", **arguments: Any) -> dict[str, Any]:
     """Load with `"verify": "fingerprint"`, after `harm` was arranged on the last rank: what was proved, or raised."""
     import ds_reshard
     from ds_reshard.hosts.deepspeed import load as host
@@ -34,8 +32,6 @@ def load_proved(
     section = {"ds_reshard": {"reshard": {"verify": "fingerprint"}}}
     run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, **section})
     engine = jobs.build(run, model, seed=99)
-    if custom:
-        arguments["custom_load_fn"] = lambda src, dst: dst.load_state_dict(src)
     moved: list[Any] = []
     move = host.move
     told: dict[str, Any] = {"error": None, "proved": {}}

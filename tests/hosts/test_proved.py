@@ -114,12 +114,3 @@ def test_what_is_cast_is_proved_as_it_was_cast(worlds: Any, saves: Saves) -> Non
     cast = {(n, "weight"): str(fingerprint_of(t.bfloat16().contiguous())) for n, t in saved[0]["weights"].items()}
     assert loaded[0]["proved"] == cast
     assert {(t.name, t.kind): t.fingerprint for t in fingerprint(str(folder)).tensors}.items().isdisjoint(cast.items())
-
-
-def test_weights_that_a_function_loads_are_not_proved_and_not_refused(worlds: Any, saves: Saves) -> None:
-    """`custom_load_fn` has the last word on them: masters and states are proved, and the weights are not."""
-    folder, saved = saves(Run(1, 2), Model(groups=2))
-    loaded = proved(worlds, Run(2, 3), Model(groups=2), folder, custom=True)
-    assert loaded[0]["error"] is None
-    assert {kind for _, kind in loaded[0]["proved"]} == {"fp32", "exp_avg", "exp_avg_sq"}
-    assert loaded[0]["unproved"] == len(saved[0]["weights"])

@@ -200,17 +200,12 @@ def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Reque
     return other_state_faults(engine.lr_scheduler, model.entries.get("lr_scheduler"), where=model.path)
 
 
-def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings, *, custom: bool) -> dict[str, object]:
-    """What modules saved through `get_extra_state`, by the name of the module.
-
-    For a `custom` load function all entries of the state dict that are no tensors, by their own names.
-    """
+def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings) -> dict[str, object]:
+    """What modules saved through `get_extra_state`, by the name of the module."""
     import torch
 
     saved = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
     assert isinstance(saved, dict)
-    if custom:
-        return {name: revived(saved[name], trusted=settings.trust, where=model.path) for name in model.objects}
     found = {}
     for name, module in engine.module.named_modules():
         key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE

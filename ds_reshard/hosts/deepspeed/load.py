@@ -370,7 +370,7 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     )
     column = None
     if prepared is not None and mine.settings.prove:
-        column = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared, request))
+        column = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared))
     return ready._replace(signatures=signatures, prints=prints, names=column)
 
 
@@ -410,9 +410,16 @@ def leave_to_deepspeed(
         faults.append(_unsupported_fault(engine, mine.features, checkpoint))
     weights_alone = checkpoint.stage == 3 or bool(checkpoint.stages) or _keeps_own_masters(mine)
     partial = not request.moments if request.load_optimizer else weights_alone
-    asked = mine.settings.always or mine.settings.prove or engine.load_universal_checkpoint()
-    always = (asked or is_url(request.load_dir)) and checkpoint.stage != 0
+    custom = request.custom_load_fn is not None  # which DeepSpeed alone calls
+    asked = (mine.settings.always or mine.settings.prove) and not custom
+    always = (asked or engine.load_universal_checkpoint() or is_url(request.load_dir)) and checkpoint.stage != 0
     leave = same and (bool(mine.features) or not (always or partial))
+    if custom and not leave:
+        what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
+        expected = f"stage {checkpoint.stage}, {checkpoint.grid}, as saved"
+        found, mend = "another load", "load without custom_load_fn, or with the layout that was saved"
+        where = "load_checkpoint(custom_load_fn=...)"
+        faults.append(UnsupportedLayout.fault(where, what, expected, found, mend=mend))
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
         faults.append(_unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint))
     faults += _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
@@ -422,7 +429,7 @@ def leave_to_deepspeed(
     if leave and not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(mine, checkpoint, shards)
         faults += scheduler_faults(engine, checkpoint.model, request)
-    if leave and checkpoint.stage == 0 and request.custom_load_fn is None:  # DeepSpeed compares no names there
+    if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
         strict = request.strict or request.load_optimizer
         found_at_all(live_model(engine, mine.live, mine.grid, {}), checkpoint, mine.grid, strict=strict)
     if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it

@@ -55,12 +55,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     """
     subject = f"loading {prepared.checkpoint.listing.folder}"
     witness, outcome = _read(engine, prepared, settings, subject)
-    steps.take(lambda: _settle_model(engine, prepared, request, settings), subject=subject)
+    steps.take(lambda: _settle_model(engine, prepared, settings), subject=subject)
     steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
     steps.take(lambda: _settle_masters(engine, prepared), subject=subject, always=True)
     proof = None
     if witness is not None:
-        proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared, request))
+        proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared))
     files = prepared.plan.files
     return Moved(bytes_read=outcome.bytes_read, files=files, proof=proof)
 
@@ -110,12 +110,9 @@ def _shares_bytes(prepared: Prepared) -> bool:
     return any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans))
 
 
-def unproved(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> frozenset[str]:
+def unproved(engine: DeepSpeedEngine, prepared: Prepared) -> frozenset[str]:
     """The kinds of tensors that this load changes after it has read them."""
-    kinds = {
-        "weight": request.custom_load_fn is not None or _loads_itself(engine.module, prepared.wants.state),
-        "fp32": _masters_anew(prepared),
-    }
+    kinds = {"weight": _loads_itself(engine.module, prepared.wants.state), "fp32": _masters_anew(prepared)}
     return frozenset(kind for kind, changed in kinds.items() if changed)
 
 
@@ -157,21 +154,17 @@ def _begin(
     return witness, targets, executor
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings) -> None:
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings) -> None:
     """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
     with torch.no_grad():
         for record, tensor in prepared.wants.whole_reads:
             tensor.copy_(read_tensor(record))
-        if request.custom_load_fn is not None:
-            state = {name: read_tensor(record) for name, record in prepared.checkpoint.model.module.items()}
-            request.custom_load_fn(src={**state, **prepared.extra}, dst=engine.module)
-        else:
-            if _loads_itself(engine.module, prepared.wants.state):
-                _run_loaders(engine.module, prepared.wants.state, prepared.checkpoint.model.module)
-            for name, extra in prepared.extra.items():
-                engine.module.get_submodule(name).set_extra_state(extra)
+        if _loads_itself(engine.module, prepared.wants.state):
+            _run_loaders(engine.module, prepared.wants.state, prepared.checkpoint.model.module)
+        for name, extra in prepared.extra.items():
+            engine.module.get_submodule(name).set_extra_state(extra)
     if settings.checksum:
         folder = prepared.checkpoint.listing.folder
         raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
@@ -436,8 +429,6 @@ def prove(
         return None
     wants = prepared.wants
     left = len(layout.placements) - len(proved) + len(wants.whole_reads) + len(wants.from_masters)
-    if "weight" in unproved and not any(key.kind == "weight" for key in layout.placements):
-        left += len(prepared.checkpoint.model.module)  # which a function of the script's has loaded
     return Proof(tensors=whole, unproved=left)
 
 

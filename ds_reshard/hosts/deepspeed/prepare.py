@@ -132,14 +132,14 @@ def prepare(
 
     Raises every fault found on this rank at once.
     """
-    subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
+    subject = f"loading {checkpoint.listing.folder}"
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint, request)
     divided, faults = run_shares(engine, grid, checkpoint)
     model_now, strict = live_model(engine, live, grid, divided), request.strict
-    found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer, custom=custom)
-    faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict, custom=custom)
-    faults += [*_custom_faults(request, live, checkpoint), *(live.faults() if live is not None else ())]
+    found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer)
+    faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict)
+    faults += live.faults() if live is not None else ()
     raise_faults(faults, subject=subject)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
         checkpoint, extents = groups.ordered
@@ -185,7 +185,7 @@ def prepare(
         values=values,
         masters=masters,
         entries=entries,
-        extra=extra_state(engine, model, settings, custom=custom),
+        extra=extra_state(engine, model, settings),
         shards=shards,
     )
 
@@ -218,19 +218,6 @@ def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGr
     return listing.read(name, read_model_states)
 
 
-def _custom_faults(request: Request, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    partitioned = checkpoint.listing.partitioned_model or (live is not None and live.kind == "zero3")
-    apart = partitioned or checkpoint.stages or checkpoint.rows or checkpoint.listing.experts or checkpoint.foreign
-    if request.custom_load_fn is not None and apart:
-        yield UnsupportedLayout.fault(
-            "load_checkpoint(custom_load_fn=...)",
-            "a custom load function gets whole weights, which stage 3, grids and other formats do not have",
-            "stages 0 to 2 on both sides",
-            "stage 3" if partitioned else "another format" if checkpoint.foreign else str(checkpoint.grid),
-            mend="load without custom_load_fn, or save and load at stages 0 to 2",
-        )
-
-
 def _fill(
     wants: Wants,
     engine: DeepSpeedEngine,
@@ -242,16 +229,13 @@ def _fill(
     states: bool,
     masters: bool,
 ) -> None:
-    """Want what the load is asked for; of the module nothing that a custom load function fills."""
-    custom = request.custom_load_fn is not None
-    if not custom:
-        want_model(wants, engine, live, grid, masters=masters, strict=request.strict)
+    """Want what the load is asked for."""
+    want_model(wants, engine, live, grid, masters=masters, strict=request.strict)
     if live is None:
         return
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
     if loads_optimizer or gathered:
-        weights = custom and live.kind == "torch"  # whose masters they are
-        want_optimizer(wants, live, masters=(masters or gathered) and not weights, states=states)
+        want_optimizer(wants, live, masters=masters or gathered, states=states)
 
 
 def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
@@ -410,9 +394,9 @@ def live_model(
 
 
 def model_faults(
-    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool, custom: bool = False
+    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool
 ) -> Iterator[Fault]:
-    """All differences between model and checkpoint that this load cannot accept; a `custom` function's are its own."""
+    """All differences between model and checkpoint that this load cannot accept."""
     saved = checkpoint.model
     held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
     # weights that DeepSpeed saves in no file of a layer, or of an expert though "expert" is in their names
@@ -421,8 +405,6 @@ def model_faults(
     from_masters = {n for n in saved.trainable if unsaved and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
     wanted = {**model.trainable, **model.frozen, **model.buffers}
-    if custom:
-        wanted, strict = model.trainable if optimizer else {}, False
     padded = more_rows(checkpoint, wanted)
     for name, shape in wanted.items():
         if name in shapes and shapes[name] != shape and not (prod(shape) == 0 == prod(shapes[name])):

@@ -51,17 +51,14 @@ def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
     return shapes
 
 
-def found_at_all(
-    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, strict: bool, custom: bool = False
-) -> None:
+def found_at_all(model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
     """Raise ModelMismatch where the checkpoint has none of the parameters that this run trains.
 
-    Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0. What a
-    `custom` load function fills is its own affair.
+    Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0.
     """
     shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.answers(name)}
     saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
-    if custom or run.keys() <= set(saved):
+    if run.keys() <= set(saved):
         return
     names = patterns(saved, run)
     trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
