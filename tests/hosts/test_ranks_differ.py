@@ -310,7 +310,6 @@ GRIDS = [
     (Grid("autotp", dp=2, stage=3), Grid("autotp", tp=2, stage=3)),
     (Grid("autotp", tp=2, dp=2, stage=1), Grid("autotp", tp=2, dp=2, stage=1)),
     (Grid("autotp", tp=2, stage=1), Grid("autotp", dp=2, stage=1)),
-    (Grid("pipeline", pp=2, stage=0), Grid("pipeline", dp=2, stage=0)),
     (Grid("pipeline", dp=2, stage=1), Grid("pipeline", pp=2, stage=1)),
     (Grid("pipeline", dp=2, pp=2, stage=0), Grid("pipeline", dp=2, pp=2, stage=0)),
 ]
