@@ -9,7 +9,6 @@ their own, one whoever has a copy; at stage 3 there are none, and optimizer file
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
@@ -34,7 +33,6 @@ from ds_reshard.formats.zero.experts import missing_experts, ranks_of_place, unr
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, read_optim_states
-from ds_reshard.formats.zero.tensor_parallel import Evidence, divisions
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, describe
 from ds_reshard.model.layout import Cut, Placement, TensorKey, in_parts, tiled
@@ -92,7 +90,6 @@ class _Layer(NamedTuple):
     prefix: str
     total: int
     ranks: tuple[tuple[int, ...], ...]
-    said: Mapping[str, object]
 
     @property
     def names(self) -> list[str]:
@@ -166,7 +163,7 @@ def _layers(model: ModelStates) -> list[_Layer]:
         else:
             ranks, wrong = _placed(f"{model.path}: {prefix}", placement, total, ep)
             faults += wrong
-        found.append(_Layer(number, prefix, total, ranks, one))
+        found.append(_Layer(number, prefix, total, ranks))
     if len({len(layer.ranks) for layer in found}) > 1:
         sizes = ", ".join(f"{layer.total} over {len(layer.ranks)}" for layer in found)
         faults.append(damaged(model.path, "deals out experts of layers to other numbers of ranks", "one", sizes))
@@ -215,39 +212,9 @@ def _dealt(
                 faults.append(damaged(model.path, f"has {name} of another shape than its experts", expected, found))
                 continue
             dealt[name] = _Dealt((layer.total, *tail), layer)
-            faults += _other_map(model.path, name, dealt[name])
             dtypes[name] = of_file.dtype if of_file is not None else types[0]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return dealt, dtypes
-
-
-def _other_map(path: str, name: str, dealt: _Dealt) -> Iterator[Fault]:
-    """Where the affine map of a parameter says anything else than the placement of its experts."""
-    layer = dealt.layer
-    maps = layer.said.get("affine_maps")
-    params = maps.get("params") if isinstance(maps, dict) else None
-    if not isinstance(params, dict) or name not in params:
-        return
-    info = {"affine_map": {"version": 1, "params": {re.escape(name): params[name]}}}
-    shards = [dealt.shard(rank) for rank in range(len(layer.ranks))]
-    found, unknown = divisions({name: shards}, Evidence(info), ())
-    if name in unknown:
-        yield damaged(f"{path}: {name}", unknown[name].what, unknown[name].expected, unknown[name].found)
-        return
-    ranks = [_one_by_one(parts) for parts in found[name].ranks]
-    own = [_one_by_one(expert_parts(dealt.shape, enumerate(experts))) for experts in layer.ranks]
-    if (found[name].shape, ranks) != (dealt.shape, own):
-        what = "has an affine map that places experts otherwise than the layer's placement"
-        yield damaged(f"{path}: {name}", what, f"{[list(experts) for experts in layer.ranks]}"[:200], "others")
-
-
-def _one_by_one(parts: Iterable[Part]) -> set[Part]:
-    """The parts of each index along the first dimension."""
-    return {
-        Part(Box(offset=(box.offset[0] + n, *box.offset[1:]), size=(1, *box.size[1:])), at + n * prod(box.size[1:]))
-        for box, at in parts
-        for n in range(box.size[0])
-    }
 
 
 def expert_file(listing: Listing, layer: int, expert: int) -> dict[str, TensorRecord]:
