@@ -141,12 +141,6 @@ REFUSED = {
         "UnsupportedLayout",
         "places its experts as another DeepSpeed describes it (expected version 1, found 2",
     ),
-    "experts in another order than they are placed": (
-        AUTOEP,
-        changed(HEAD, placed([[2, 3], [0, 1]])),
-        "CheckpointDamaged",
-        "weights and fp32 masters of flat buffer 1 (",
-    ),
     "an expert of AutoEP is missing": (
         AUTOEP,
         remove("layer_1_expert_2_mp_rank_00_model_states.pt"),
@@ -329,6 +323,17 @@ def test_what_is_wrong_with_a_grid_is_said_on_every_rank(
     assert len({said for _, said, _ in told}) == 1
     assert text in told[0][1] and "To mend: " in told[0][1]
     assert all(same for _, _, same in told)
+
+
+def test_experts_that_are_placed_otherwise_are_not_those_of_their_masters(
+    worlds: Any, folders: Folders, tmp_path: Path
+) -> None:
+    """Seen where both are loaded: the engine then refuses every use."""
+    folder = shutil.copytree(folders(AUTOEP), tmp_path / "broken")
+    changed(HEAD, placed([[2, 3], [0, 1]]))(folder / "t")
+    told = worlds[2].run("grid_jobs.refused", grid=TARGETS["autoep"], folder=str(folder))
+    assert {name for name, _, _ in told} == {"CheckpointDamaged"}, told[0][1]
+    assert all("weights and fp32 masters of flat buffer 1 (" in said for _, said, _ in told)
 
 
 AS_SAVED = {
