@@ -1,14 +1,13 @@
-"""The torch optimizer of a run that is still to come: its class, values and states, and what DeepSpeed refuses of it.
+"""The torch optimizer of a run that is still to come: its class, values and states.
 
-Follows `_configure_basic_optimizer`, `_configure_optimizer` and `_do_optimizer_sanity_check` (runtime/engine.py), and
-what the wrappers assert where they are made (runtime/zero/stage_1_and_2.py, stage3.py, runtime/base_optimizer.py), of
-DeepSpeed 0.19.8. Nothing of DeepSpeed's own optimizers is built: they compile what they need.
+Follows `_configure_basic_optimizer` and `_configure_optimizer` (runtime/engine.py) of DeepSpeed 0.19.8. Nothing of
+DeepSpeed's own optimizers is built: they compile what they need. What DeepSpeed asserts of them it says itself.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -51,7 +50,7 @@ def precision(ds: DeepSpeedConfig) -> torch.dtype | None:
 def kind_of(
     ds: DeepSpeedConfig, config: Mapping[str, object], checkpoint: ZeroCheckpoint | None, model: ComingModel
 ) -> Kind:
-    """As the engine decides, which refuses what it refuses: ConfigError in its words."""
+    """As the engine decides. What it asserts where it wraps its optimizer it says itself, when the run starts."""
     half, stage = precision(ds), int(ds.zero_optimization_stage)
     wide, cls = _accumulated(ds) or half or torch.float32, model.optimizer
     if cls is None:
@@ -67,9 +66,7 @@ def kind_of(
         own = stage0_kind(checkpoint) if checkpoint is not None and not _of_json(config) else "none"
         fused = cls.__name__ == "FusedAdam" if cls is not None else own == "fused"
         name = "fused" if fused else "unfused"
-    made = Kind(name=name, stage=stage, dtype=half, cls=cls)
-    raise_faults(list(_refused(ds, config, made, model, wide)), subject="preflight")
-    return made
+    return Kind(name=name, stage=stage, dtype=half, cls=cls)
 
 
 def _accumulated(ds: DeepSpeedConfig) -> torch.dtype | None:
@@ -127,71 +124,6 @@ def _refusal(what: str, mend: str) -> Fault:
     return ConfigError.fault("DeepSpeed config", f"DeepSpeed refuses it: {what}", mend=mend)
 
 
-def _refused(
-    ds: DeepSpeedConfig, config: Mapping[str, object], kind: Kind, model: ComingModel, accumulated: torch.dtype
-) -> Iterator[Fault]:
-    """What the engine asserts where it wraps its optimizer, after the JSON was read."""
-    half, zero, apart = kind.dtype or torch.float32, section(config, "zero_optimization"), _offload(config) != "none"
-    if not kind.stage:
-        if half is not accumulated:
-            what = f"unsupported mix of weights of {half} and grad_accum_dtype={accumulated}"
-            yield _refusal(what, "correct data_types.grad_accum_dtype")
-        return
-    if zero.get("legacy_stage1"):
-        yield _refusal("the deprecated version of ZeRO stage 1", "leave out zero_optimization.legacy_stage1")
-    if kind.cls is not None and not ds.zero_allow_untested_optimizer and not _tested(kind.cls):
-        yield _refusal(
-            f"{kind.cls.__name__} is an untested ZeRO optimizer", 'write "zero_allow_untested_optimizer": true'
-        )
-    by_script = model.optimizer is not None or not _of_json(config)
-    forced = by_script and getattr(ds, "zero_force_ds_cpu_optimizer", False) and _offload(config) in ("cpu", "nvme")
-    if forced and kind.cls is not None and not issubclass(kind.cls, _of_the_host()):
-        mend = 'build DeepSpeedCPUAdam, or write "zero_force_ds_cpu_optimizer": false'
-        yield _refusal(f"ZeRO-Offload with the script's optimizer ({kind.cls.__name__})", mend)
-    yield from _refused_masters(ds, kind, apart=apart)
-    if zero.get("compute_grad_norm") is False and kind.stage < 3:
-        clips, wide = float(ds.gradient_clipping or 0) > 0, kind.name == "bf16"
-        for there, what in ((clips, "gradient_clipping"), (apart, "optimizer offload"), (wide, "BF16_Optimizer")):
-            if there:
-                yield _refusal(f"compute_grad_norm=false does not support {what}", "leave out compute_grad_norm")
-    scatters = kind.name == "zero3" or (kind.stage == 2)
-    if scatters and zero.get("reduce_scatter", True):
-        if getattr(ds, "gradient_predivide_factor", 1.0) != 1.0:
-            yield _refusal("gradient_predivide_factor != 1.0 with reduce scatter", "leave it out")
-        if getattr(ds, "prescale_gradients", False):
-            yield _refusal("pre-scale gradients with reduce scatter", "leave out prescale_gradients")
-
-
-def _tested(cls: type) -> bool:
-    from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
-
-    return cls in ZERO_SUPPORTED_OPTIMIZERS or cls.__name__ == "MuonWithAuxAdam"
-
-
-def _of_the_host() -> tuple[type, ...]:
-    from deepspeed.ops import adam, lion
-
-    return adam.DeepSpeedCPUAdam, lion.DeepSpeedCPULion
-
-
-def _refused_masters(ds: DeepSpeedConfig, kind: Kind, *, apart: bool) -> Iterator[Fault]:
-    """`_configure_master_weights`: 16-bit masters lie in the host's memory, or have 16-bit states beside them."""
-    fp16 = getattr(ds.float16_config, "fp16_master_weights_and_grads", False)
-    bf16 = getattr(ds.bfloat16_config, "bf16_master_weights_and_grads", False)
-    states = getattr(ds.bfloat16_config, "bf16_optimizer_states", False)
-    if kind.name not in ("zero", "zero3"):
-        return
-    if (fp16 and bf16) or (states and not bf16):
-        what = (
-            "fp16_master_weights_and_grads, bf16_master_weights_and_grads and bf16_optimizer_states do not go together"
-        )
-        yield _refusal(what, "leave out one of them")
-    by_host = apart and (kind.cls is None or kind.cls.__name__ == "DeepSpeedCPUAdam")
-    if (fp16 or (bf16 and (not states or apart))) and not by_host:
-        what = "16-bit master weights without ZeRO-Offload with DeepSpeedCPUAdam"
-        yield _refusal(what, "leave out fp16_master_weights_and_grads or bf16_master_weights_and_grads")
-
-
 class ScriptsOwn(torch.optim.Optimizer):
     """An optimizer that is not built: its states are not known, or are those that its class keeps."""
 
@@ -243,9 +175,6 @@ def _params(config: Mapping[str, object]) -> Mapping[str, object]:
 def _arguments(config: Mapping[str, object], cls: type | None) -> dict[str, object]:
     """What the JSON's optimizer is given; of one of DeepSpeed's own, which is not built, with its defaults."""
     params = dict(_params(config))
-    if "max_grad_norm" in params:
-        error = "'max_grad_norm' is not supported as an optimizer parameter, but gradient_clipping beside it"
-        raise_faults([_refused_by(config, ValueError(error))], subject="preflight")
     if str(section(config, "optimizer").get("type")).lower() in (*_ADAMS, "muon"):
         drop = [
             "torch_adam",
@@ -256,16 +185,10 @@ def _arguments(config: Mapping[str, object], cls: type | None) -> dict[str, obje
         params = {name: value for name, value in params.items() if name not in drop}
     if cls is None:
         return {name: value for name, value in params.items() if value is not None}
-    signature = inspect.signature(cls)
-    try:
-        signature.bind([], **params)
-        if params.get("amsgrad") and cls.__name__ in ("FusedAdam", "FusedLamb"):
-            raise ValueError(f"{cls.__name__} does not support the AMSGrad variant")
-    except (TypeError, ValueError) as error:
-        raise_faults([_refused_by(config, error)], subject="preflight")
     if cls.__name__ not in KEPT:
         return params
-    defaults = {name: one.default for name, one in signature.parameters.items() if one.default is not one.empty}
+    parameters = inspect.signature(cls).parameters.items()
+    defaults = {name: one.default for name, one in parameters if one.default is not one.empty}
     return {**defaults, **params}
 
 
