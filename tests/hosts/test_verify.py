@@ -97,9 +97,7 @@ def _later(content: Any) -> None:
 
 FLAT: dict[str, tuple[Damage, str, str]] = {
     "local header": (_byte(optim(1), lambda c: c.index(b"data/0") - 26), optim(1), "header"),
-    "padding": (_byte(optim(1), lambda c: c.index(b"FB") + 5), optim(1), "padding"),
-    "descriptor": (_byte(optim(1), lambda c: c.index(b"PK\x07\x08") + 5), optim(1), "followed by"),
-    "directory": (_byte(optim(1), lambda c: c.index(b"PK\x01\x02") + 17), optim(1), "directory"),
+    "directory": (_byte(optim(1), lambda c: c.index(b"PK\x01\x02") + 17), optim(1), "are not what was written"),
     "end record": (_byte(optim(1), lambda c: len(c) - 3), optim(1), "end record"),
     "pickle": (flip(optim(1), "data.pkl"), optim(1), "record 'data.pkl'"),
     "version": (flip(optim(1), "version"), optim(1), "version"),
