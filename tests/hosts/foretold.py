@@ -29,7 +29,10 @@ def agree(said: Any, real: dict[str, Any], loader: str, refused: str, *, whole: 
 
 
 def _same_table(said: dict[str, Any], real: dict[str, Any], *, whole: bool) -> None:
-    """Every row is there, but those of groups that were not saved; what the script gives, preflight does not know."""
+    """Every row is there, but those of groups that were not saved; what the script gives, preflight does not know.
+
+    Nor does it know whether masters are no finer than their weights, which a load measures.
+    """
     rows = {row["name"]: row for row in real["rows"] if row["name"] != "fingerprints"}
     own = {row["name"]: row for row in said["rows"] if row["name"] != "fingerprints"}
     rows = {name: row for name, row in rows.items() if name in own or not (whole and _of_the_script(row))}
@@ -37,7 +40,8 @@ def _same_table(said: dict[str, Any], real: dict[str, Any], *, whole: bool) -> N
     for name, mine in own.items():
         theirs = rows[name]
         for column in ("checkpoint", "this_run", "used", "because"):
-            if mine[column] != "the script's":
+            measured = column == "used" and name == "fp32 masters" and theirs[column] == "equal to the weights"
+            if mine[column] != "the script's" and not (measured and mine[column] == "checkpoint"):
                 assert mine[column] == pytest.approx(theirs[column]), (mine, theirs)
 
 
