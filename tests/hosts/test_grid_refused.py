@@ -67,6 +67,16 @@ def of_stage(name: str, kind: str, value: float, rank: str = "mp_rank_01") -> Da
     return run
 
 
+def all_of(*damages: Damage) -> Damage:
+    """One damage after another."""
+
+    def run(folder: Path) -> None:
+        for damage in damages:
+            damage(folder)
+
+    return run
+
+
 def reshape(content: dict[str, Any]) -> None:
     for group in content["param_shapes"]:
         if TIED in group:
@@ -206,6 +216,16 @@ REFUSED = {
         "UnsupportedLayout",
         f"parameter {POSITION}[exp_avg]: is not tied in this run, but several pipeline stages trained their own copy",
     ),
+    "what is not tied was trained twice, with equal moments": (
+        PIPE,
+        all_of(
+            of_stage(POSITION, "exp_avg", 3.0, "mp_rank_00"),
+            of_stage(POSITION, "exp_avg", 3.0),
+            of_stage(POSITION, "fp32", 3.0),
+        ),
+        "UnsupportedLayout",
+        f"parameter {POSITION}[fp32]: is not tied in this run, but several pipeline stages trained their own copy",
+    ),
     "a copy of another tensor-parallel rank": (
         SHARDED,
         changed("layer_04-model_01-model_states.pt", lambda content: content["b"].add_(1.0)),
@@ -288,7 +308,7 @@ REFUSED = {
         replace(PLAIN_MOE, ep=1, layers="two sizes"),
         lambda folder: None,
         "UnsupportedLayout",
-        "one for each expert-parallel rank (expected ep=2, as saved, found ep=[1, 2])",
+        "one for each expert-parallel rank (expected experts of one size, as saved, found ep=[1, 2])",
     ),
     "one expert over another": (
         MOE,

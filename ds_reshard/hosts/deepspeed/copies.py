@@ -100,12 +100,15 @@ def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer
     first stage that has others has more of them, or fewer, and so parameters, and its rank says so.
     """
     saved, sizes = checkpoint.stages, {held.total // held.held for held in grid.experts.values()}
+    mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
     if checkpoint.stage != 0 or live is None:
         return
     if checkpoint.listing.places:
         if sizes == {checkpoint.grid.ep}:
             return
         of, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
+        if len(sizes) > 1:
+            expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
         listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
         of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
@@ -120,8 +123,7 @@ def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer
         f"holds optimizers that name no parameter (ZeRO stage 0), one for each {of}",
         f"{expected}, as saved",
         found,
-        mend="load it with the sizes that were saved, and save at ZeRO stage 1 there; or pass "
-        "load_optimizer_states=False, load_lr_scheduler_states=False",
+        mend=f"{mend}; or pass load_optimizer_states=False, load_lr_scheduler_states=False",
     )
 
 
@@ -177,11 +179,12 @@ def copies_apart(
                 mend = "restore all files of one save, or load another tag"
                 yield CheckpointDamaged.fault(f"tied parameter {key}", what, "the same bytes", "others", mend=mend)
             continue
-        states = set(checkpoint.layout.kinds(key.name)) - {MASTER, WEIGHT}
-        if key.kind == WEIGHT or (key.kind == MASTER and states):
-            continue  # its states tell whether it was trained
-        same = same_values(index, first, key, memory_nbytes=memory_nbytes)
-        if not same and not is_zero(index, key, memory_nbytes=memory_nbytes):
+        if key.kind == WEIGHT or same_values(index, first, key, memory_nbytes=memory_nbytes):
+            continue
+        kinds = [kind for kind in checkpoint.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
+        states = [one for one in (key._replace(kind=kind) for kind in kinds) if one in checkpoint.layout]
+        told = states if key.kind == MASTER and states else [key]  # equal states may belong to other masters
+        if not all(is_zero(index, one, memory_nbytes=memory_nbytes) for one in told):
             yield _trained_fault(key, "the first stage's values", "others")
     for key in [key for key in checkpoint.layout.placements if not key.copy and _copied(key.name, grid)][
         position::size

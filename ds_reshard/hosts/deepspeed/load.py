@@ -416,8 +416,9 @@ def leave_to_deepspeed(
     leave = same and (bool(mine.features) or not (always or partial))
     if custom and not leave:
         what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
-        expected = f"stage {checkpoint.stage}, {checkpoint.grid}, as saved"
-        found, mend = "another load", "load without custom_load_fn, or with the layout that was saved"
+        expected = f"stage {checkpoint.told_stage}, {checkpoint.grid}, as saved, with optimizer states"
+        found = "another layout" if request.load_optimizer else "a load without optimizer states"
+        mend = "load without custom_load_fn, or with the optimizer states and the layout that were saved"
         where = "load_checkpoint(custom_load_fn=...)"
         faults.append(UnsupportedLayout.fault(where, what, expected, found, mend=mend))
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
