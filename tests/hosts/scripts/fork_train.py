@@ -80,7 +80,9 @@ def main():
     if args.save:
         engine.save_checkpoint(args.save)
     if engine.global_rank == 0:
-        print("SAID" + json.dumps(said))
+        print("SAID" + json.dumps(said), flush=True)
+    torch.distributed.barrier()  # a rank that ends first makes gloo abort those that still wait for it
+    torch.distributed.destroy_process_group()
 
 
 main()
