@@ -20,10 +20,9 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 
-from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ScheduleMismatch, UnsupportedLayout
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ParamGroupMismatch, ScheduleMismatch, UnsupportedLayout
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.report import plain
 from ds_reshard.resume.schedulers import DEEPSPEED, PLATEAU, TORCH, UNKNOWN, Beginning, position_in, set_groups
 
 # What a schedule decides of a param group. `initial_lr` is where torch's schedulers keep a group's own rate.
@@ -197,6 +196,11 @@ class ScheduleResume:
     def _continuing_faults(self, saved: SavedValues) -> list[Fault]:
         scheduler, count, masters = self.scheduler, len(self.own_groups), self.policy.loads_masters
         values, state = saved.group_values(count), saved.scheduler
+        if not masters and any(values) and not all(values):
+            where = f"param group {values.index({})}"
+            what = "its members were saved with different learning rates or weight decay"
+            mend = "build the param groups that were saved, or use --override-opt-param-scheduler"
+            return [ParamGroupMismatch.fault(where, what, mend=mend)]
         if scheduler is None and not masters and not all(values):
             return [_unknown_rates(saved, "the optimizer's files, which have those of each group, are not opened")]
         if scheduler is None and state is None:
@@ -274,7 +278,7 @@ class ScheduleResume:
                 mend="make this run's configuration the checkpoint's, or say with a flag whose values are right",
             )
             for where, (theirs, ours) in self._pairs(saved).items()
-            if plain(theirs) != plain(ours)
+            if not _equal(theirs, ours)
         ]
 
     def _pairs(self, saved: SavedValues) -> dict[str, tuple[object, object]]:
@@ -298,9 +302,9 @@ class ScheduleResume:
                 return pairs
             theirs, ours = map(schedulers.configuration, (self._as_saved(saved, params), scheduler))
         else:
-            begun = self.beginning if self._kind in (TORCH, PLATEAU) else None
-            ours = begun.configuration if begun is not None else schedulers.configuration(scheduler)
-            theirs = schedulers.saved_configuration(state)
+            theirs, ours = schedulers.saved_configuration(state), schedulers.configuration(scheduler)
+            if self.external and self.beginning is not None:  # which may have taken the state before the load
+                ours |= self.beginning.configuration
         pairs |= {f"scheduler: {name}": (theirs.get(name), ours.get(name)) for name in sorted({*theirs, *ours})}
         if self._kind == PLATEAU:
             last = state.get("_last_lr") if self.external else saved.rates(len(self.own_groups))
@@ -348,6 +352,16 @@ class ScheduleResume:
             schedulers.adopt_configuration(scheduler, self._as_saved(self.saved, params))
         if scheduler is not None and write:
             schedulers.write_rates(scheduler)
+
+
+def _equal(one: object, other: object) -> bool:
+    """Whether two values are the same; an iterator, which may have no end, is compared as it is."""
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    one, other = (value.tolist() if hasattr(value, "tolist") else value for value in (one, other))
+    return bool(one == other)
 
 
 def other_state_faults(scheduler: object, state: object, *, where: str) -> list[Fault]:

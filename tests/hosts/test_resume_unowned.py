@@ -284,6 +284,13 @@ def test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning(worlds: 
         assert any("counts batches" in text for text in said[0]["warnings"]) == warned
 
 
+def test_the_warning_is_of_the_scheduler_that_has_just_taken_its_state(worlds: Any, kept: Any) -> None:
+    """Of schedulers of any class: these are equal, and have no hash."""
+    folder, _ = kept(Setup(run=RUN))
+    found = worlds[1].run("unowned_jobs.in_turn", setup=Setup(run=RUN), folder=str(folder), positions=[7, 8, 20, 20, 7])
+    assert found == [[(7, 0), (8, 0), (20, 1), (20, 1), (7, 0)]]
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_reset_iteration_begins_this_runs_schedule_anew(worlds: Any, saved: Any, order: str) -> None:
     """A scheduler that is built on the loaded rates has no beginning of this run's."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from logs import refusal
+from logs import heard, refusal
 from resume_jobs import Setup, client_scheduler, make, used
 
 
@@ -170,6 +170,37 @@ def uncopied(setup: Setup) -> list[int]:
     with ds_reshard.install("deepspeed"):
         scheduler.load_state_dict({"last_epoch": 3})
     return [*found, scheduler.last_epoch]
+
+
+class Unhashable(torch.optim.lr_scheduler.ExponentialLR):
+    """A scheduler as a dataclass is: equal to others, and without a hash."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unhashable) and self.gamma == other.gamma
+
+
+def in_turn(setup: Setup, folder: str, positions: list[int]) -> list[tuple[int, int]]:
+    """Two schedulers are given states in turn, of a save by four ranks: the position then, and how many warnings."""
+    from dataclasses import replace
+
+    import ds_reshard
+    from ds_reshard.hosts.deepspeed.resume import run_values
+
+    engine = make(setup, seed=99)
+    optimizer = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    schedulers = [Unhashable(optimizer, gamma=0.9) for _ in range(2)]
+    found = []
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+        last = run_values(engine).last
+        assert last is not None and last.saved is not None
+        last.saved = replace(last.saved, dp=4)
+        for number, position in enumerate(positions):
+            scheduler = schedulers[number % 2]
+            with heard() as told:
+                scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": position})
+            found.append((scheduler.last_epoch, sum("counts batches" in text for text in told)))
+    return found
 
 
 def rank_policies(setup: Setup, folder: str, policies: list[dict[str, Any]]) -> str:

@@ -18,13 +18,13 @@ import inspect
 import logging
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, sequence_ranks
@@ -66,6 +66,31 @@ if TYPE_CHECKING:
 logger = logging.getLogger("ds_reshard")
 
 Result = tuple[object, object]
+Value = TypeVar("Value")
+
+
+class ByScheduler(MutableMapping[object, Value]):
+    """Values of schedulers that are alive, by identity: a script's class may have no hash, or its own equality."""
+
+    def __init__(self) -> None:
+        self._items: dict[int, tuple[weakref.ref[object], Value]] = {}
+
+    def __getitem__(self, scheduler: object) -> Value:
+        return self._items[id(scheduler)][1]
+
+    def __setitem__(self, scheduler: object, value: Value) -> None:
+        items, number = self._items, id(scheduler)
+        items[number] = weakref.ref(scheduler, lambda _: items.pop(number, None)), value
+
+    def __delitem__(self, scheduler: object) -> None:
+        del self._items[id(scheduler)]
+
+    def __iter__(self) -> Iterator[object]:
+        alive = (ref() for ref, _ in list(self._items.values()))
+        return (scheduler for scheduler in alive if scheduler is not None)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
@@ -107,7 +132,7 @@ class RunValues:
 
 
 _VALUES: weakref.WeakKeyDictionary[DeepSpeedEngine, RunValues] = weakref.WeakKeyDictionary()
-_BEGINNINGS: weakref.WeakKeyDictionary[object, Beginning] = weakref.WeakKeyDictionary()
+_BEGINNINGS: ByScheduler[Beginning] = ByScheduler()
 
 
 def run_values(engine: DeepSpeedEngine) -> RunValues:
@@ -211,7 +236,7 @@ class Resume:
         self.saved: SavedValues | None = None
         self.iteration = 0
         self.states: Mapping[str, str] | None = None
-        self.external: weakref.WeakKeyDictionary[object, int | None] = weakref.WeakKeyDictionary()
+        self.external: ByScheduler[int | None] = ByScheduler()
         self.before: tuple[int, int, int | None] = (0, 0, None)
         self._ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
@@ -324,8 +349,12 @@ class Resume:
         assert self.saved is not None and schedule.saved is not None
         schedule.apply(groups, self.saved.group_values(len(groups)))
         set_groups(groups, schedule.own_groups, self.policy.hyperparameters)
-        self.external.pop(schedule.scheduler, None)  # the last one to take a state comes last
-        self.external[schedule.scheduler] = position_in(schedule.saved.scheduler or {})
+        self.note_external(schedule.scheduler, schedule.saved.scheduler or {})
+
+    def note_external(self, scheduler: object, state: Mapping[str, object]) -> None:
+        """Note the position in the state that an external scheduler has taken; the last one to take a state is last."""
+        self.external.pop(scheduler, None)
+        self.external[scheduler] = position_in(state)
 
     def report(self, result: Result) -> Result:
         """Publish the report of a load that has ended; the load's own result. Collective if a file was asked for."""
@@ -511,7 +540,7 @@ def load_state_dict(call: Call) -> object:
         if default or loaded or not (fresh or scheduler not in last.external):  # the last is a state of the run itself
             result = call()
             if rank() == 0 and default and fresh and scheduler is not engine.lr_scheduler:
-                last.external[scheduler] = position_in(state)
+                last.note_external(scheduler, state)
                 for warning in _counts_batches(engine, last):
                     logger.warning("%s", warning)
             return result
@@ -581,6 +610,29 @@ def _counts(partitions: object) -> tuple[int, ...]:
     return tuple(one for one in found if isinstance(one, int))
 
 
+class _Stepped:
+    """Stands for a scheduler during one update: raises its TypeError again where DeepSpeed would go on."""
+
+    def __init__(self, scheduler: object) -> None:
+        self._scheduler = scheduler
+        self._raised: TypeError | None = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._scheduler, name)
+
+    def step(self, *args: object, **kwargs: object) -> None:
+        if self._raised is not None:
+            raise self._raised
+        step = self._scheduler.step  # type: ignore[attr-defined]
+        try:
+            step(*args, **kwargs)
+        except TypeError as error:
+            with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are DeepSpeed's to change
+                inspect.signature(step).bind(*args, **kwargs)
+                self._raised = error
+            raise
+
+
 def take_model_step(call: Call) -> None:
     """Take one update; a TypeError of the scheduler's own is raised, of which DeepSpeed says nothing.
 
@@ -588,29 +640,16 @@ def take_model_step(call: Call) -> None:
     place (`_take_model_step`, deepspeed/runtime/engine.py, 0.14.5 to 0.19.8): a schedule whose own function fails goes
     on at that position. There is no extension point between the optimizer's step and the scheduler's.
     """
-    scheduler, raised = call["self"].lr_scheduler, list[TypeError]()
-    if scheduler is None or not hasattr(scheduler, "__dict__"):
+    engine: DeepSpeedEngine = call["self"]
+    scheduler = engine.lr_scheduler
+    if scheduler is None:
         call()
         return
-    original, own = scheduler.step, vars(scheduler).get("step")
-
-    def step(*args: object, **kwargs: object) -> None:
-        for error in raised:
-            raise error
-        try:
-            original(*args, **kwargs)
-        except TypeError as error:
-            with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are DeepSpeed's to change
-                inspect.signature(original).bind(*args, **kwargs)
-                raised.append(error)
-            raise
-
-    scheduler.step = step
+    engine.lr_scheduler = _Stepped(scheduler)
     try:
         call()
     finally:
-        del scheduler.step
-        vars(scheduler).update({"step": own} if own is not None else {})
+        engine.lr_scheduler = scheduler
 
 
 Files = frozenset[tuple[str, int, int]]
