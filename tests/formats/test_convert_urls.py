@@ -475,16 +475,25 @@ def test_a_failure_ends_what_waits_for_room(checkpoint: Path, monkeypatch: pytes
 
 def test_an_interruption_sends_nothing_that_waits(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Such files may be many, and large: those that are on their way are waited for, and no others."""
-    sent, send = list[str](), remote.send
+    sent, send, heard = list[str](), remote.send, threading.Event()
+
+    def interrupt(number: int, frame: object) -> None:
+        heard.set()
+        raise KeyboardInterrupt
 
     def slowly(url: str, path: str) -> Any:
         sent.append(url)
         if len(sent) == 1:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            heard.wait(60)  # on a busy machine the main thread may be late
         time.sleep(0.3)
         return send(url, path)
 
     monkeypatch.setattr(remote, "send", slowly)
-    with pytest.raises(KeyboardInterrupt):
-        convert(str(checkpoint), OUT, to="zero3", dp=9, options=Options(threads=4, memory_nbytes=20 << 20))
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            convert(str(checkpoint), OUT, to="zero3", dp=9, options=Options(threads=4, memory_nbytes=20 << 20))
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(sent) == 1
