@@ -209,6 +209,8 @@ def resume(
         return {"error": type(error).__name__, "text": str(error), "unchanged": unchanged}
     finally:
         policy_sources.forget()
+        if flags is not None:  # with which the hooks of every framework were put on
+            ds_reshard.uninstall()
     held = jobs.contents(engine)
     report = ds_reshard.last_report()
     held["report"] = report.to_json() if report is not None and torch.distributed.get_rank() == 0 else None
