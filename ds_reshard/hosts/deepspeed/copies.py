@@ -96,8 +96,8 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
 def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:
     """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
 
-    Such optimizers name no parameter, so each rank takes back its own. As many stages may have other layers: then the
-    first stage that has others has more of them, or fewer, and so parameters, and its rank says so.
+    Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
+    parameters; as many of the same shapes cannot be told apart.
     """
     saved, sizes = checkpoint.stages, {held.total // held.held for held in grid.experts.values()}
     mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
