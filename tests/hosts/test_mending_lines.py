@@ -75,11 +75,9 @@ def test_the_command_of_an_error_mends_it(
     assert main([word.format(**filled) for word in mended.split()]) == 0, capsys.readouterr().err
 
 
-Z1, Z3 = ds_config(Run(1, 1)), ds_config(Run(3, 1))
+Z1 = ds_config(Run(1, 1))
 ADAMW = {**Z1, "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam": True}}}
 WARMUP = {**ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}}
-OFFLOAD = {**Z1, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-FORCED = {**OFFLOAD, "zero_force_ds_cpu_optimizer": True}
 PLAIN, STATELESS = (Run(2, 2), Model()), (Run(2, 2), Model(scheduler=False))
 SGD, OVERRIDE = "--model test_mending_lines:_sgd", "-- --override-opt-param-scheduler"
 TRUST = "--trust strangers.Stranger"
@@ -92,7 +90,6 @@ COMING = [
     (PLAIN, Z1, "--world 1 --tag stranger", TRUST, Z1, f"--world 1 --tag stranger {TRUST}"),
     (PLAIN, Z1, "--world 1 -- --reset-dataloader", "leave out --reset-dataloader", Z1, "--world 1 --"),
     (PLAIN, Z1, f"--world 1 {SGD}", "load_optimizer_states=False", Z1, f"--world 1 {SGD} -- --no-load-optim"),
-    (PLAIN, FORCED, "--world 1", '"zero_force_ds_cpu_optimizer": false', OFFLOAD, "--world 1"),
     (STATELESS, WARMUP, "--world 1", "--no-load-lr-state", WARMUP, "--world 1 -- --no-load-lr-state"),
     (
         STATELESS,
@@ -109,10 +106,6 @@ COMING = [
         "use --override-opt-param-scheduler (scheduler: override)",
         WARMUP,
         f"--world 1 {OVERRIDE}",
-    ),
-    *(
-        (PLAIN, {**Z3, "zero_optimization": {"stage": 2, key: value}}, "--world 1", f"leave out {key}", Z3, "--world 1")
-        for key, value in (("compute_grad_norm", False),)
     ),
 ]
 
