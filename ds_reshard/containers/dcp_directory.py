@@ -34,6 +34,7 @@ from ds_reshard.errors import (
 from ds_reshard.model.checkpoint import SavedFile, SavedListing
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, StorageRecord, TensorRecord
+from ds_reshard.model.region import Shape
 
 METADATA = ".metadata"
 COMMON, BACKEND = "common.pt", "metadata.json"  # what Megatron-LM keeps beside it
@@ -41,7 +42,6 @@ BUFFER = "chunk"
 MEND = "restore the folder from a copy, or save it again"
 _ROW_MAJOR = "load it with torch, make its tensors contiguous(), weights and states, and save it again"
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")
-Shape = tuple[int, ...]
 Span = tuple[int, int]
 
 

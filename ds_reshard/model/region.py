@@ -10,13 +10,15 @@ from math import prod
 from operator import add, mul
 from typing import NamedTuple
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Box:
     """An axis-aligned part of a logical tensor: `offset[i] <= index[i] < offset[i] + size[i]`."""
 
     offset: tuple[int, ...]
-    size: tuple[int, ...]
+    size: Shape
     numel: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -33,18 +35,18 @@ class Box:
 
     @classmethod
     @lru_cache(maxsize=1 << 12)
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: Shape) -> Box:
         """The box of all of a tensor; tensors of one shape have one."""
         return cls(offset=(0,) * len(shape), size=tuple(shape))
 
     @classmethod
-    def along(cls, shape: tuple[int, ...], dim: int, first: int, size: int) -> Box:
+    def along(cls, shape: Shape, dim: int, first: int, size: int) -> Box:
         """Indices [first, first + size) along a dimension, of all others all."""
         offset = tuple(first if axis == dim else 0 for axis in range(len(shape)))
         return cls(offset=offset, size=(*shape[:dim], size, *shape[dim + 1 :]))
 
     @classmethod
-    def chunk(cls, shape: tuple[int, ...], dim: int, number: int, count: int) -> Box:
+    def chunk(cls, shape: Shape, dim: int, number: int, count: int) -> Box:
         """One of `count` chunks of a dimension as torch.chunk cuts it: ceil(n / count) each, the last less or none."""
         rows = -(-shape[dim] // count)
         first, stop = (min(shape[dim], at * rows) for at in (number, number + 1))
@@ -151,7 +153,7 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
         yield pending
 
 
-def box_region(shape: tuple[int, ...], box: Box) -> Region:
+def box_region(shape: Shape, box: Box) -> Region:
     """All of a box of a tensor: as a span of the whole tensor where its elements lie together in it.
 
     A shard by rows then meets partitions of the flat tensor in one run, whatever the number of its rows.
@@ -172,7 +174,7 @@ class Part(NamedTuple):
     at: int
 
 
-def parts_of(whole: Box, inside: Box, shard: tuple[int, ...]) -> Iterator[Part]:
+def parts_of(whole: Box, inside: Box, shard: Shape) -> Iterator[Part]:
     """The parts of a box of a tensor that lie together in a shard of this shape, in which it is the box `inside`.
 
     That is all of it, or a part for each index along the axes before the last one of which the shard has more.
@@ -185,7 +187,7 @@ def parts_of(whole: Box, inside: Box, shard: tuple[int, ...]) -> Iterator[Part]:
         yield Part(Box(offset=offset, size=size), first + sum(map(mul, index, steps)))
 
 
-def regions_of(shape: tuple[int, ...], parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Region, int]]:
+def regions_of(shape: Shape, parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Region, int]]:
     """Elements [start, stop) of a shard of these parts as regions of a tensor of this shape.
 
     Each with its first element's place from `start` on.
@@ -203,7 +205,7 @@ def boxes(region: Region) -> Iterator[Box]:
         yield Box(offset=tuple(a + b for a, b in zip(region.box.offset, offset, strict=True)), size=size)
 
 
-def _cut(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _cut(size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     if start >= stop:
         return
     if not size:
@@ -227,9 +229,7 @@ def _cut(size: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[i
         yield from _nested(last, size[1:], 0, tail)
 
 
-def _nested(
-    index: int, size: tuple[int, ...], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def _nested(index: int, size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     for offset, extent in _cut(size, start, stop):
         yield (index, *offset), (1, *extent)
 
@@ -273,7 +273,7 @@ def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:
         yield one._replace(rows=kept)
 
 
-def _row_axis(first: Box, second: Box, low: tuple[int, ...], high: tuple[int, ...]) -> int:
+def _row_axis(first: Box, second: Box, low: Shape, high: Shape) -> int:
     """The axis along which elements of [low, high) lie together in both boxes: behind it all three are the same."""
     axis = max(0, len(low) - 1)
     while axis and (low[axis], high[axis] - low[axis]) == (first.offset[axis], first.size[axis]) == (
@@ -284,7 +284,7 @@ def _row_axis(first: Box, second: Box, low: tuple[int, ...], high: tuple[int, ..
     return axis
 
 
-def _position(box: Box, index: tuple[int, ...]) -> int:
+def _position(box: Box, index: Shape) -> int:
     position = 0
     for i, offset, size in zip(index, box.offset, box.size, strict=True):
         position = position * size + (i - offset)

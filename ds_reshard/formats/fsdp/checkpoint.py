@@ -19,7 +19,6 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
 from ds_reshard.formats.fsdp.flat_parameters import (
     FlatStates,
-    Shape,
     damaged,
     group_facts,
     groups_of,
@@ -36,7 +35,7 @@ from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTen
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ObjectRecord, TensorRecord
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Shape
 
 MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"

@@ -30,10 +30,9 @@ from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTen
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
-from ds_reshard.model.region import Box, Region, boxes
+from ds_reshard.model.region import Box, Region, Shape, boxes
 
 ORDER = "fsdp_units.json"
-Shape = tuple[int, ...]
 Tree = Mapping[object, object]
 States = Mapping[int, Mapping[str, TensorRecord]]
 """The tensors of one rank's file by number and kind."""

@@ -19,9 +19,8 @@ from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
 from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover, in_parts
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.model.region import Box, Part, parts_of
+from ds_reshard.model.region import Box, Part, Shape, parts_of
 
-Shape = tuple[int, ...]
 Slice = tuple[int | None, int | None]
 _NUMPY = re.compile(r"np\.int\d*\((\d+)\)")
 

@@ -21,7 +21,6 @@ from ds_reshard.formats.zero.checkpoint import (
     OPTIM,
     Grid,
     GridColumn,
-    Shape,
     ZeroCheckpoint,
     facts_of,
     flat_buffers,
@@ -37,7 +36,7 @@ from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import OptimizerFacts, describe
 from ds_reshard.model.layout import Cut, Placement, TensorKey, in_parts, tiled
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
-from ds_reshard.model.region import Box, Part
+from ds_reshard.model.region import Box, Part, Shape
 
 EXPERT_FILES = "experts of layer "
 """Begins the family of the files of a layer's experts: a shard each, by its number among all."""

@@ -28,13 +28,13 @@ from ds_reshard.formats.zero.universal import UniversalStates, read_universal
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Shape
 from ds_reshard.model.rules import Rule, rules_given
 from ds_reshard.model.target import RunSizes
 
 OPTIM, MODEL = "optim", "model"
 AUTOEP = "ds_autoep_layers"
 """What a model file says of the layers whose experts DeepSpeed has dealt out itself (AutoEP)."""
-Shape = tuple[int, ...]
 
 
 class Row(NamedTuple):

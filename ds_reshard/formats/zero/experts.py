@@ -31,7 +31,6 @@ from ds_reshard.formats.zero.checkpoint import (
     OPTIM,
     Grid,
     GridColumn,
-    Shape,
     ZeroCheckpoint,
     facts_of,
     flat_buffers,
@@ -47,6 +46,7 @@ from ds_reshard.formats.zero.stage0 import Named, all_named, alone, param_groups
 from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Shape
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)([0-9]+)(\..*)", re.DOTALL)
 

@@ -18,9 +18,8 @@ from typing import TypeVar
 from ds_reshard.model.facts import Scalar
 from ds_reshard.model.layout import Cut, Placement, TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Shape
 
-Shape = tuple[int, ...]
 Item = TypeVar("Item")
 _FACTOR = 2
 

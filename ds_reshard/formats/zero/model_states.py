@@ -15,8 +15,8 @@ from ds_reshard.containers.torch_zip import Twins, check_root, open_archive
 from ds_reshard.errors import damaged, error_of, fail, raise_faults
 from ds_reshard.model.facts import describe, text_of
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Shape
 
-Shape = tuple[int, ...]
 Value = TypeVar("Value")
 
 

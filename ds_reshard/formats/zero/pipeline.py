@@ -20,7 +20,6 @@ from ds_reshard.formats.zero.checkpoint import (
     Grid,
     GridColumn,
     Row,
-    Shape,
     ZeroCheckpoint,
     facts_of,
     layout_of,
@@ -36,6 +35,7 @@ from ds_reshard.model.content import SCHEDULER, WEIGHT, joined, regrouped
 from ds_reshard.model.facts import OptimizerFacts, canonical
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
+from ds_reshard.model.region import Shape
 
 _LAYER = re.compile(r"([0-9]+)\.(.*)", re.DOTALL)
 _TIED = re.compile(r"tied_modules\.([^.]*)\.(.*)", re.DOTALL)

@@ -23,7 +23,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.zero.checkpoint import Grid, Row, Shape, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
+from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint, facts_of, kinds_of, layout_of, open_row
 from ds_reshard.formats.zero.flat import by_key
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
@@ -43,7 +43,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, check_cover, in_parts
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.model.region import Box
+from ds_reshard.model.region import Box, Shape
 
 _RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
 _RULES = 12

@@ -30,6 +30,7 @@ from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTen
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Shape
 
 
 def torch_optimizer(model: ModelStates | None) -> Mapping[str, object]:
@@ -84,9 +85,6 @@ def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], listed:
     lists = [one if isinstance(one, list) else [] for one in numbers]
     trained = [sum(isinstance(held, dict) and number in held for number in one) for one in lists]
     return [*map(len, lists)] == [*listed] or trained == [*map(len, order)]
-
-
-Shape = tuple[int, ...]
 
 
 @dataclass(slots=True, kw_only=True)

@@ -25,8 +25,8 @@ from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
+from ds_reshard.model.region import Shape
 
-Shape = tuple[int, ...]
 _SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
 _STAGE = GlobalName(module="deepspeed.runtime.zero.config", name="ZeroStageEnum")
 _ADDRESS = GlobalName(module="deepspeed.utils.tensor_fragment", name="fragment_address")

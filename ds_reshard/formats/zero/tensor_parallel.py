@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_reshard.formats.zero.patterns import Patterns
-from ds_reshard.model.region import Box, Part, parts_of
+from ds_reshard.model.region import Box, Part, Shape, parts_of
 from ds_reshard.model.rules import Rule
 
-Shape = tuple[int, ...]
 _FUSED = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_attn", "gate_up_proj", "dense_h_to_4h")
 """Parts of the names of what AutoTP takes for fused (module_inject/fusedqkv_utils.py, auto_tp.py, 0.18.9, 0.19.5)."""
 UNNAMED = "no pattern"

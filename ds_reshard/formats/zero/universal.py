@@ -26,13 +26,14 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.flat import whole
-from ds_reshard.formats.zero.model_states import ModelStates, Shape, section
+from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
 from ds_reshard.model.content import SCHEDULER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,12 +25,12 @@ from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel
 from ds_reshard.hosts.deepspeed.coming_optimizer import Kind, kind_of, optimizer_of
 from ds_reshard.hosts.deepspeed.live import param_shape
+from ds_reshard.model.region import Shape
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-Shape = tuple[int, ...]
 Group = dict[str, object]
 _META = torch.device("meta")
 _KEYS = frozenset(

@@ -18,8 +18,8 @@ from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.hosts.deepspeed.unfound import saved_shapes
 from ds_reshard.model.records import TensorRecord
+from ds_reshard.model.region import Shape
 
-Shape = tuple[int, ...]
 Group = dict[str, object]
 _META = torch.device("meta")
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.autoep import expert_parts
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import Shape
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.formats.zero.rows import uncovered, unknown_faults, vocabularies
 from ds_reshard.formats.zero.tensor_parallel import Evidence, affine_maps, divided, divisions
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import param_shape
-from ds_reshard.model.region import Part
+from ds_reshard.model.region import Part, Shape
 from ds_reshard.model.rules import Rule
 from ds_reshard.operations.ranks import rank
 

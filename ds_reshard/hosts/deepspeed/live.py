@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import EngineUnusable, Fault, UnsupportedLayout
-from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule, Shape
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, autoep_live, live_grid, param_names
+from ds_reshard.model.region import Shape
 from ds_reshard.operations.ranks import answered, rank, world_size
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, Unsuppor
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.experts import same_places
-from ds_reshard.formats.zero.flat import Shape
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.rows import padding_rules
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -60,6 +59,7 @@ from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.region import Shape
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Plan

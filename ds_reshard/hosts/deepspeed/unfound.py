@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError, ModelMismatch
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
-from ds_reshard.formats.zero.flat import Shape
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.hosts.deepspeed.grid import LiveGrid, live_grid
+from ds_reshard.model.region import Shape
 from ds_reshard.operations.name_map import NameMap, read_name_map
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.wrapper_names import patterns

@@ -32,13 +32,13 @@ from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.names import is_nanotron
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.live import ParallelContext, Shape, experts_of, tiles_of_parameter
+from ds_reshard.hosts.nanotron.live import ParallelContext, experts_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import regions_of
+from ds_reshard.model.region import Shape, regions_of
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved

@@ -10,14 +10,12 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import Rank, Topology
 from ds_reshard.formats.nanotron.parameters import SlicesPair, tiles_of
-from ds_reshard.model.region import Box, Part, Region, regions_of
+from ds_reshard.model.region import Box, Part, Region, Shape, regions_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
     from torch.optim import Optimizer as TorchOptimizer
-
-Shape = tuple[int, ...]
 
 
 class ParallelContext(Protocol):

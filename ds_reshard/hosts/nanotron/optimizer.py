@@ -35,7 +35,7 @@ from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, rea
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
-from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, Shape, TrainedPart, experts_of, live_of
+from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, TrainedPart, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
     BATCH,
     Group,
@@ -55,6 +55,7 @@ from ds_reshard.model.content import Held
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, same_files, together
 from ds_reshard.planning.copies import Copy, coalesce
