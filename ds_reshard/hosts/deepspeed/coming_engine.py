@@ -25,7 +25,6 @@ from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel
 from ds_reshard.hosts.deepspeed.coming_optimizer import Kind, kind_of, optimizer_of
 from ds_reshard.hosts.deepspeed.live import param_shape
-from ds_reshard.model.region import Shape
 from ds_reshard.resume.lr_preview import SCRIPT_SCHEDULERS
 
 if TYPE_CHECKING:
@@ -224,7 +223,7 @@ def _wrapper(
     flats: list[list[torch.Tensor]] = [[] for _ in orders]
     if kind.name == "torch":
         return optimizer_of(config, checkpoint, model, kind.cls, [list(group.values()) for group in orders])
-    shapes = [_shapes(group) for group in orders]
+    shapes = [{name: param_shape(param) for name, param in group.items()} for group in orders]
     if kind.name == "zero3":
         _partition(model.module, place.size)
         counts, most = [place.size] * len(orders), int(zero.sub_group_size)
@@ -258,7 +257,7 @@ def _wrapper(
             made |= {"single_partition_of_fp32_groups": [flat for (flat,) in flats]}
             made |= {"round_robin_bit16_padding": [buffer.gaps or [0] * len(buffer.shapes) for buffer in buffers]}
     elif kind.name == "fused":
-        flats = [[_flat(sum(map(prod, _shapes(group).values())), torch.float32)] for group in orders]
+        flats = [[_flat(sum(map(prod, group.values())), torch.float32)] for group in shapes]
         made |= {"fp16_groups": [list(group.values()) for group in orders]}
         made |= {"fp32_groups_flat": [flat for (flat,) in flats]}
     else:
@@ -298,10 +297,6 @@ def _partition(module: torch.nn.Module, dp: int) -> None:
         part = torch.empty(slice_numel(shape, dp), dtype=param.dtype, device=_META)
         for name, value in {"ds_id": number, "ds_shape": shape, "ds_numel": prod(shape), "ds_tensor": part}.items():
             setattr(param, name, value)
-
-
-def _shapes(group: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
-    return {name: param_shape(param) for name, param in group.items()}
 
 
 def _flat(numel: int, dtype: torch.dtype) -> torch.Tensor:
