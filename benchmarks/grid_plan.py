@@ -28,10 +28,11 @@ from benchmarks.report import spread
 from benchmarks.scale import LLAMA, python
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import Row, Shape, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import Row, Shape, ZeroCheckpoint
 from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
+from ds_reshard.formats.zero.modules import layer_of
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.pipeline import layer_of
+from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.tensor_parallel import Division, redivided
 from ds_reshard.model.gc_pause import uncollected

@@ -30,7 +30,8 @@ from __future__ import annotations
 import os
 import re
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -194,6 +195,15 @@ def faults_of(error: ReshardError) -> list[Fault]:
 
 
 _SHORT = ("can't start new thread", "can't allocate memory")
+
+
+@contextmanager
+def collected(faults: list[Fault]) -> Iterator[None]:
+    """Run a block to its end, or to the error that ends it, whose faults are added to `faults`."""
+    try:
+        yield
+    except ReshardError as error:
+        faults += faults_of(error)
 
 
 def is_short(error: BaseException) -> bool:

@@ -19,8 +19,8 @@ from sparse_checkpoint import llama_shapes, write_checkpoint
 from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import open_checkpoint as open_zero
 from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.reader import open_checkpoint as open_zero
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.model.target import Asked
 from ds_reshard.operations import plan

@@ -10,8 +10,8 @@ import pytest
 import torch
 from zero_builder import TAG, Built, write
 
-from ds_reshard.formats.zero.checkpoint import open_checkpoint
 from ds_reshard.formats.zero.door import list_folder
+from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints
 from ds_reshard.model.index import Index
 from ds_reshard.operations import verify

@@ -20,8 +20,9 @@ from grid_truth import tensors
 from harms import changed
 
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.zero.checkpoint import Row, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.door import list_folder
+from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.model.rules import given, rules_in
 from ds_reshard.operations import convert, fingerprint, verify
 

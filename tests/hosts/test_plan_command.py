@@ -16,7 +16,7 @@ from test_bad_input import TAG
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ConfigError
-from ds_reshard.formats.zero.checkpoint import open_checkpoint
+from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.operations import convert, plan
 from ds_reshard.operations.source import find_listing
 

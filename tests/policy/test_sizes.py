@@ -42,7 +42,7 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3580),
     "execution": (("execution",), 2800),
     "containers": (("containers",), 6600),
-    "formats/zero": (("formats/zero",), 7560),
+    "formats/zero": (("formats/zero",), 7300),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
     "hosts/deepspeed": (("hosts/deepspeed",), 6860),

@@ -16,14 +16,15 @@ from ds_reshard.formats.zero.flat import (
     arranged,
     by_key,
     in_turn,
+    merged,
     slice_numel,
     sliced,
     turned_back,
     whole,
 )
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, chunked
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, check_cover, chunked
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box, Region, overlap
+from ds_reshard.model.region import Box, Part, Region, overlap
 
 QUICK = settings(max_examples=40)
 FP32, BF16 = ElementType.FLOAT32, ElementType.BFLOAT16
@@ -387,6 +388,28 @@ def test_boxes_that_overlap_are_refused_where_their_elements_are_as_many_as_the_
     boxes = [Box(offset=(row, 0), size=(2, 4)) for row in (0, 1)]
     with pytest.raises(ValueError, match="overlap"):
         in_chunks((4, 4), boxes)
+
+
+@QUICK
+@given(st.lists(st.lists(st.integers(0, 4), unique=True), min_size=1, max_size=4))
+def test_equal_parts_of_ranks_are_copies_and_all_others_tiles(ranks):
+    """Copy n of a row is that of the n-th rank that has it, or, where fewer have it, of the first."""
+    rows = sorted({row for held in ranks for row in held})
+    ranks, shape = [[rows.index(row) for row in held] for held in ranks], (len(rows), 3)
+    placed = []
+    for rank, held in enumerate(ranks):
+        one = whole("w", "fp32", shape, FP32, family="optim", buffer="fp32/0")
+        parts = [Part(Box.along(shape, 0, row, 1), 3 * at) for at, row in enumerate(held)]
+        placed.append((one._replace(cut=Cut(chunk=99, phase=7, first=rank)), tuple(parts)))
+    holders = [[rank for rank, held in enumerate(ranks) if row in held] for row in range(len(rows))]
+    copies = list(merged(placed, stride=2))
+    assert [one.key.copy for one in copies] == [2 * n for n in range(max(map(len, holders), default=1))]
+    for number, copy in enumerate(copies if rows else ()):
+        check_cover([tile.box for tile in copy.parts], shape)
+        for tile in copy.parts:
+            row = tile.box.offset[0]
+            rank = holders[row][number] if number < len(holders[row]) else holders[row][0]
+            assert (tile.cut.first, tile.cut.phase) == (rank, 7 + 3 * ranks[rank].index(row))
 
 
 def test_a_pickled_layout_comes_back_as_it_was_with_tiles_copies_and_uneven_cuts():

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.patterns import Patterns, spelled
-from ds_reshard.formats.zero.rows import in_order, uncovered
+from ds_reshard.formats.zero.reader import in_order
 from ds_reshard.formats.zero.tensor_parallel import (
     NO_EVIDENCE,
     Evidence,
@@ -23,6 +23,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     divisions,
     pattern_info,
     redivided,
+    uncovered,
 )
 from ds_reshard.hosts.deepspeed.divided import run_shares, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid

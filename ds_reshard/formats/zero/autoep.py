@@ -10,79 +10,26 @@ their own, one whoever has a copy; at stage 3 there are none, and optimizer file
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
-from ds_reshard.errors import Fault, UnsupportedLayout, damaged, fail, raise_faults
-from ds_reshard.formats.zero.checkpoint import (
-    AUTOEP,
-    MODEL,
-    OPTIM,
-    Grid,
-    GridColumn,
-    ZeroCheckpoint,
-    facts_of,
-    flat_buffers,
-    layout_of,
-    unmatched,
-    weights,
-)
-from ds_reshard.formats.zero.experts import missing_experts, ranks_of_place, unread
+from ds_reshard.errors import Fault, UnsupportedLayout, damaged, fail
+from ds_reshard.formats.zero.checkpoint import AUTOEP
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_entries
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates, read_optim_states
+from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.facts import OptimizerFacts, describe
-from ds_reshard.model.layout import Cut, Placement, TensorKey, in_parts, tiled
-from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
+from ds_reshard.model.facts import describe
+from ds_reshard.model.layout import Placement, TensorKey, tiled
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Part, Shape
 
 EXPERT_FILES = "experts of layer "
 """Begins the family of the files of a layer's experts: a shard each, by its number among all."""
 _PARAMETERS = ("w1", "w2", "w3")
-_RESTORE = "restore all files of one save, or load another tag"
 
 
-def open_autoep(listing: Listing, grid: Grid, model: ModelStates, *, optimizer: bool) -> ZeroCheckpoint:
-    """Read the heads of all ranks' files; raises every structural fault that they show."""
-    subject = f"checkpoint {listing.folder}"
-    raise_faults(unread(listing, grid), subject=subject)
-    if not listing.partitioned_model:
-        raise_faults(missing_experts(listing, model), subject=subject)
-    layers = _layers(model)
-    dealt, dtypes = _dealt(listing, model, layers)
-    shapes = tuple(
-        {n: dealt[n].shape if n in dealt else s for n, s in group.items()} for group in (model.param_shapes or ())
-    )
-    optim: OptimStates | None = None
-    facts: OptimizerFacts | None = None
-    columns: tuple[GridColumn, ...] = ()
-    grid = grid._replace(ep=len(layers[0].ranks))
-    if optimizer:
-        optim = listing.read(listing.optim[0], read_optim_states)
-        raise_faults(unmatched(model, optim), subject=subject)
-        columns = _columns(listing, grid, model, optim, dealt)
-        facts = facts_of(shapes, optim)
-    stand_in = {name: new_tensor("", (0,), dtypes[name]) for name in dealt}
-    module = {**model.module, **stand_in}
-    entries = {**model.entries, "module": {**module, **model.objects}}
-    model = replace(model, param_shapes=shapes, module=module, entries=entries)
-    placements: list[Placement] = [*weights(model, listing), *_of_expert_files(listing, layers, dealt, dtypes)]
-    placements += [
-        at for column in columns if not column.number for at in column.placements() if at.key.name not in dealt
-    ]
-    placements += _of_places(columns, dealt)
-    shards = {MODEL: model.dp if listing.partitioned_model else 1, **{column.family: grid.dp for column in columns}}
-    if not listing.partitioned_model:
-        shards |= {f"{EXPERT_FILES}{layer.number}": layer.total for layer in layers}
-    layout = layout_of(listing, placements, shards)
-    return ZeroCheckpoint(
-        listing=listing, model=model, optim=optim, layout=layout, facts=facts, grid=grid, columns=columns
-    )
-
-
-class _Layer(NamedTuple):
+class Layer(NamedTuple):
     """A layer, and the experts of each expert-parallel rank, in the order in which its parameters have them."""
 
     number: int
@@ -98,34 +45,22 @@ class _Layer(NamedTuple):
     def in_order(self) -> bool:
         return self.ranks == _in_order(self.total, len(self.ranks))
 
-    def copies(self) -> Iterator[list[int]]:
-        """The rank that has each expert: of the first copies, of the second, and so on.
 
-        An expert without another copy is the first again: each list tells of all experts.
-        """
-        holders: list[list[int]] = [[] for _ in range(self.total)]
-        for rank, experts in enumerate(self.ranks):
-            for expert in experts:
-                holders[expert].append(rank)
-        for copy in range(max(map(len, holders))):
-            yield [own[copy] if copy < len(own) else own[0] for own in holders]
-
-
-class _Dealt(NamedTuple):
+class Dealt(NamedTuple):
     """A parameter of all experts of a layer."""
 
     shape: Shape
-    layer: _Layer
+    layer: Layer
 
     def shard(self, rank: int) -> Shape:
         return (len(self.layer.ranks[rank]), *self.shape[1:])
 
-    def parts(self, homes: Sequence[int]) -> list[tuple[Part, ...]]:
-        """What to take from each rank's shard, where `homes` says which rank's copy of each expert to take."""
-        return [
-            expert_parts(self.shape, [(at, one) for at, one in enumerate(experts) if homes[one] == rank])
-            for rank, experts in enumerate(self.layer.ranks)
-        ]
+    def parts(self, rank: int) -> tuple[Part, ...]:
+        """The parts of a rank's shard: where several ranks have an expert, each expert is one."""
+        own, once = list(enumerate(self.layer.ranks[rank])), sum(map(len, self.layer.ranks)) == self.layer.total
+        return tuple(
+            part for run in ([own] if once else [[one] for one in own]) for part in expert_parts(self.shape, run)
+        )
 
 
 def expert_parts(shape: Shape, experts: Iterable[tuple[int, int]]) -> tuple[Part, ...]:
@@ -146,8 +81,9 @@ def _in_order(total: int, ep: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(rank * own, (rank + 1) * own)) for rank in range(ep))
 
 
-def _layers(model: ModelStates) -> list[_Layer]:
-    said, found, faults = model.entries.get(AUTOEP), list[_Layer](), list[Fault]()
+def autoep_layers(model: ModelStates, faults: list[Fault]) -> list[Layer]:
+    """The layers of a model file, and which rank has which of their experts."""
+    said, found = model.entries.get(AUTOEP), list[Layer]()
     for number, one in enumerate(said if isinstance(said, list) else [said]):
         prefix = one.get("expert_key_prefix") if isinstance(one, dict) else None
         if not isinstance(one, dict) or not isinstance(prefix, str):
@@ -162,11 +98,10 @@ def _layers(model: ModelStates) -> list[_Layer]:
         else:
             ranks, wrong = _placed(f"{model.path}: {prefix}", placement, total, ep)
             faults += wrong
-        found.append(_Layer(number, prefix, total, ranks))
+        found.append(Layer(number, prefix, total, ranks))
     if len({len(layer.ranks) for layer in found}) > 1:
         sizes = ", ".join(f"{layer.total} over {len(layer.ranks)}" for layer in found)
         faults.append(damaged(model.path, "deals out experts of layers to other numbers of ranks", "one", sizes))
-    raise_faults(faults, subject="reading a checkpoint")
     return found
 
 
@@ -194,11 +129,11 @@ def _placed(where: str, said: object, total: int, ep: int) -> tuple[tuple[tuple[
     return tuple(map(tuple, lists)), []
 
 
-def _dealt(
-    listing: Listing, model: ModelStates, layers: Sequence[_Layer]
-) -> tuple[dict[str, _Dealt], dict[str, ElementType]]:
+def dealt_parameters(
+    listing: Listing, model: ModelStates, layers: Sequence[Layer], faults: list[Fault]
+) -> tuple[dict[str, Dealt], dict[str, ElementType]]:
     """How each parameter of experts is cut, and the type of its weights: as the files of first experts have them."""
-    dealt, dtypes, faults = dict[str, _Dealt](), dict[str, ElementType](), list[Fault]()
+    dealt, dtypes = dict[str, Dealt](), dict[str, ElementType]()
     types = [tensor.dtype for tensor in model.module.values()]
     for layer in layers:
         files = expert_file(listing, layer.number, 0) if not listing.partitioned_model else {}
@@ -210,9 +145,8 @@ def _dealt(
                 expected, found = str(list(own)), str(local and list(local))
                 faults.append(damaged(model.path, f"has {name} of another shape than its experts", expected, found))
                 continue
-            dealt[name] = _Dealt((layer.total, *tail), layer)
+            dealt[name] = Dealt((layer.total, *tail), layer)
             dtypes[name] = of_file.dtype if of_file is not None else types[0]
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
     return dealt, dtypes
 
 
@@ -229,56 +163,33 @@ def expert_file(listing: Listing, layer: int, expert: int) -> dict[str, TensorRe
     return found
 
 
-def _of_expert_files(
-    listing: Listing, layers: Sequence[_Layer], dealt: Mapping[str, _Dealt], dtypes: Mapping[str, ElementType]
-) -> Iterator[Placement]:
-    """Where the weights of all experts lie, in files of their own."""
-    for layer in layers if not listing.partitioned_model else ():
+def expert_weights(
+    listing: Listing, dealt: Mapping[str, Dealt], dtypes: Mapping[str, ElementType]
+) -> tuple[list[Placement], dict[str, int]]:
+    """Where the weights of all experts lie, in files of their own, and how many each layer has; none at stage 3."""
+    placements, shards = list[Placement](), dict[str, int]()
+    for name, (shape, layer) in dealt.items() if not listing.partitioned_model else ():
         family = f"{EXPERT_FILES}{layer.number}"
-        for name in layer.names:
-            shape = dealt[name].shape
-            boxes = [Box.along(shape, 0, expert, 1) for expert in range(layer.total)]
-            tiles = [(expert, 0, box) for expert, box in enumerate(boxes)]
-            yield tiled(TensorKey(name, WEIGHT), shape, dtypes[name], tiles, family=family, buffer=name)
+        shards[family] = layer.total
+        tiles = [(expert, 0, Box.along(shape, 0, expert, 1)) for expert in range(layer.total)]
+        key = TensorKey(name, WEIGHT)
+        placements.append(tiled(key, shape, dtypes[name], tiles, family=family, buffer=name))
+    return placements, shards
 
 
-def _columns(
-    listing: Listing, grid: Grid, model: ModelStates, first: OptimStates, dealt: Mapping[str, _Dealt]
-) -> tuple[GridColumn, ...]:
-    """The optimizer files: a column of what every rank has, and one for each place of experts, where there are some."""
-    groups, of_experts, share = model.param_shapes or (), dict[int, bool](), grid.dp // grid.ep
-    faults: list[Fault] = []
+def unfit_counts(
+    first: OptimStates, groups: Sequence[Iterable[str]], dealt: Mapping[str, Dealt], dp: int, ep: int
+) -> Iterator[Fault]:
+    """Flat buffers that other ranks share than those that have their parameters, or of experts and others."""
     for number, group in enumerate(groups):
         own = {name in dealt for name in group}
-        of_experts[number] = True in own
-        expected = share if True in own else grid.dp
-        if len(own) > 1 or first.counts[number] != expected:
-            what, found = f"flat buffer {number} is divided among other ranks than its parameters", first.counts[number]
-            faults.append(
-                damaged(first.path, what, f"{expected}", f"{found}" if len(own) < 2 else "experts and others")
-            )
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    files = tuple(listing.optim[rank] for rank in range(grid.dp))
-    if grid.ep == 1 and all(one.layer.in_order for one in dealt.values()):
-        buffers = flat_buffers(first, dict(enumerate(groups)), grid.dp)
-        return (GridColumn(family=OPTIM, files=files, buffers=buffers, first=first),)
-    dense = {number: group for number, group in enumerate(groups) if not of_experts[number]}
-    apart = [number for number in of_experts if of_experts[number]]
-    columns = [GridColumn(family=OPTIM, files=files, buffers=flat_buffers(first, dense, grid.dp), first=first)]
-    for place in range(grid.ep):
-        ranks = ranks_of_place(place, grid, model)
-        head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
-        faults += [*unmatched(model, head), *_of_other_ranks(head, apart, ranks)]
-        experts = {number: {name: dealt[name].shard(place) for name in groups[number]} for number in apart}
-        files = tuple(listing.optim[rank] for rank in ranks)
-        family, begin = f"{OPTIM} of experts", place * share
-        buffers = flat_buffers(head, experts, share)
-        columns.append(GridColumn(family=family, files=files, buffers=buffers, first=head, begin=begin, number=place))
-    raise_faults(faults, subject=f"checkpoint {listing.folder}")
-    return tuple(columns)
+        expected, found = dp // ep if True in own else dp, first.counts[number]
+        if len(own) > 1 or found != expected:
+            what = f"flat buffer {number} is divided among other ranks than its parameters"
+            yield damaged(first.path, what, f"{expected}", f"{found}" if len(own) < 2 else "experts and others")
 
 
-def _of_other_ranks(head: OptimStates, numbers: Iterable[int], ranks: list[int]) -> Iterator[Fault]:
+def of_other_ranks(head: OptimStates, numbers: Iterable[int], ranks: list[int]) -> Iterator[Fault]:
     """Where a file of stage 3 says that other ranks share its experts."""
     said = head.entries.get(PARTITION_GROUPS)
     if not isinstance(said, list):
@@ -288,22 +199,3 @@ def _of_other_ranks(head: OptimStates, numbers: Iterable[int], ranks: list[int])
         if found != ranks:
             what = f"shares the experts of flat buffer {number} among other ranks than its place in their groups says"
             yield damaged(head.path, what, str(ranks), describe(found))
-
-
-def _of_places(columns: Sequence[GridColumn], dealt: Mapping[str, _Dealt]) -> Iterator[Placement]:
-    """Where masters and states of experts lie: a tile for each run of experts of a rank.
-
-    Of an expert on several ranks the first one's counts; others' are in copies of the whole, which are to be equal.
-    """
-    held: dict[TensorKey, list[tuple[GridColumn, Placement]]] = {}
-    for column in columns:
-        for placement in column.placements():
-            if placement.key.name in dealt:
-                held.setdefault(placement.key, []).append((column, placement))
-    taken = {name: [one.parts(homes) for homes in one.layer.copies()] for name, one in dealt.items()}
-    for key, places in held.items():
-        shape, (_, first) = dealt[key.name].shape, places[0]
-        every = first._replace(shape=shape, box=Box.whole(shape), cut=Cut(chunk=1))
-        cuts = [at.cut._replace(first=at.cut.first + column.begin) for column, at in places]
-        for copy, parts in enumerate(taken[key.name]):
-            yield in_parts(every._replace(key=key._replace(copy=copy)), zip(cuts, parts, strict=True))

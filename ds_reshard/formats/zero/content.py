@@ -16,8 +16,8 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.grid_target import said_of_all
 from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.modules import layer_files
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.pipeline import layer_files
 from ds_reshard.formats.zero.target import first_names, group_order, lacking_of, quantized_faults, whole_tensors
 from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of

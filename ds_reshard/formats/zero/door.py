@@ -8,17 +8,16 @@ from functools import cached_property
 
 from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
-from ds_reshard.formats.zero.expert_groups import dealt_out, ep_of
-from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
+from ds_reshard.formats.zero.groups import as_one_place, as_one_stage, dealt_out, ep_of
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED
+from ds_reshard.formats.zero.modules import expert_of, ties_first, with_stand_ins
 from ds_reshard.formats.zero.names import Listing, read_listing
-from ds_reshard.formats.zero.pipeline import as_one_stage, ties_first, with_stand_ins
-from ds_reshard.formats.zero.rows import copy_fault
-from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures
+from ds_reshard.formats.zero.reader import open_checkpoint
+from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, copy_fault
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
 from ds_reshard.formats.zero.target import DATA_FIRST, data_first

@@ -16,9 +16,9 @@ from math import prod
 from typing import TypeVar
 
 from ds_reshard.model.facts import Scalar
-from ds_reshard.model.layout import Cut, Placement, TensorKey
+from ds_reshard.model.layout import Cut, Placement, TensorKey, in_parts
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box, Shape
+from ds_reshard.model.region import Box, Part, Shape
 
 Item = TypeVar("Item")
 _FACTOR = 2
@@ -218,6 +218,35 @@ def in_one_shard(origin: Placement, shard: int, *, family: str, buffer: str) -> 
     cut = Cut(chunk=numel, phase=shard * numel)
     key = TensorKey(origin.key.name, origin.key.kind)
     return Placement(key, origin.shape, origin.dtype, family, buffer, cut, Box.whole(origin.shape))
+
+
+Placed = tuple[Placement, tuple[Part, ...] | None]
+"""Where a shard of a tensor lies, and the parts of the tensor that it is; None of one that is whole."""
+
+
+def merged(placed: Iterable[Placed], stride: int = 1) -> Iterator[Placement]:
+    """Whole tensors of the shards that any number of ranks have: equal parts are copies, all others tiles.
+
+    The first copies are one tensor, the second ones another, numbered `stride` further, and so on. A part that has no
+    second copy is in all of them.
+    """
+    shards: dict[TensorKey, list[Placed]] = {}
+    for one in placed:
+        shards.setdefault(one[0].key, []).append(one)
+    for key, own in shards.items():
+        first, parts = own[0]
+        if parts is None:
+            yield first
+            continue
+        holders: dict[Box, list[tuple[Cut, Part]]] = {}
+        for placement, parts in own:
+            for part in parts or ():
+                holders.setdefault(part.box, []).append((placement.cut, part))
+        whole = first._replace(box=Box.whole(first.shape), replicated=False, cut=Cut(chunk=1))
+        for copy in range(max(map(len, holders.values()), default=1)):
+            taken = (of[copy if copy < len(of) else 0] for of in holders.values())
+            numbered = whole._replace(key=key._replace(copy=key.copy + copy * stride))
+            yield in_parts(numbered, ((cut, (part,)) for cut, part in taken))
 
 
 def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:

@@ -19,12 +19,10 @@ from typing import NamedTuple
 from ds_reshard.containers.torch_zip_writer import Pickled, pickled
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
-from ds_reshard.formats.zero.expert_groups import AS_SAVED
-from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.flat import by_key
+from ds_reshard.formats.zero.groups import AS_SAVED
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
-from ds_reshard.formats.zero.pipeline import layer_files, tied_key, ties_first
-from ds_reshard.formats.zero.rows import evidence_of, unknown_faults
+from ds_reshard.formats.zero.modules import expert_of, layer_files, tied_key, ties_first
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
@@ -41,8 +39,10 @@ from ds_reshard.formats.zero.tensor_parallel import (
     Division,
     Misfit,
     divisions,
+    evidence_of,
     pattern_info,
     redivided,
+    unknown_faults,
     unnamed,
 )
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault

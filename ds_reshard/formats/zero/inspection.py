@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import prod
-from typing import TypeVar
 
 from ds_reshard.containers.plain import Scalars, group_entries, plain, read_scalars, single_elements
-from ds_reshard.errors import Fault, ReshardError, damaged
-from ds_reshard.formats.zero.checkpoint import (
-    MODEL,
-    Grid,
-    ZeroCheckpoint,
-    autoep_sizes,
-    missing,
-    one_column,
-    open_checkpoint,
-    read_grid,
-    unmatched,
-)
+from ds_reshard.errors import Fault, ReshardError, collected, damaged
+from ds_reshard.formats.zero.checkpoint import MODEL, Grid, Row, ZeroCheckpoint, autoep_sizes
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
-from ds_reshard.formats.zero.shards import ZeroShards, abridged, compare_prints, compare_signatures, model_signature
+from ds_reshard.formats.zero.reader import missing, read_checkpoint, read_grid
+from ds_reshard.formats.zero.shards import ZeroShards, compare_heads, compare_prints, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
-from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.reports import (
     Arrangement,
@@ -40,9 +28,7 @@ from ds_reshard.model.reports import (
     Steps,
     states_of,
 )
-
-States = TypeVar("States", ModelStates, OptimStates, Mapping[str, object])
-_MEND = "restore the file, or load another tag"
+from ds_reshard.model.rules import rules_given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +73,47 @@ class Survey:
 def survey(listing: Listing) -> Survey:
     """Open every shard, metadata only. Never raises for what the files hold.
 
-    A checkpoint that is whole is opened as a load opens it. One that is not is opened from the first files
-    that can be read, so that the faults of the others are found too. Of layouts that are refused as a
-    whole, only the first files are looked at.
+    A checkpoint that is whole is opened as a load opens it. Of one that is not, every file is read alone, and all are
+    compared; the shards of one without layers and experts are opened beside the first files that can be read. A layout
+    that is refused as a whole is not put together.
     """
-    look = _Look(listing=listing, faults=[*listing.faults, *_empty(listing)])
-    checkpoint = look.whole() if not look.refused else None
-    if checkpoint is not None:
-        look.open_shards(checkpoint)
-        if checkpoint.universal is not None:
-            look.open_tensors(checkpoint, checkpoint.universal)
-            look.listing = checkpoint.listing
-        found = look.done(checkpoint.model, checkpoint.optim)
-        return replace(found, universal=checkpoint.universal, divided=_cuts(checkpoint))
-    refused = look.refused
-    model, optim = look.first(listing.model, read_model_states), look.first(listing.optim, read_optim_states)
-    if not refused:
-        look.salvage(model, optim)
-    return look.done(model, optim)
+    faults, row = [*listing.faults, *_empty(listing)], Row(rules=rules_given())
+    refused = any(fault.error == "UnsupportedLayout" for fault in faults)
+    found: ZeroCheckpoint | None = None
+    if not faults:
+        with collected(faults):
+            found = read_checkpoint(listing, row, faults, optimizer=True)
+    heads = _heads(listing, faults) if faults else {}
+    if faults and not refused:
+        faults += compare_heads(*_of_kinds(heads.values()), listing.folder, states=True)
+        if not (listing.layers or listing.experts):
+            with collected(faults):
+                found = read_checkpoint(listing, row, faults, optimizer=True, readable=heads.keys())
+    models, optims = _of_kinds(
+        heads.get(name) for of in (listing.model, listing.optim) for _, name in sorted(of.items())
+    )
+    model, optim = (found.model, found.optim) if found is not None else (None, None)
+    model, optim = model or next(iter(models), None), optim or next(iter(optims), None)
+    kept: Scalars = {}
+    if found is not None:
+        _open_shards(found, heads, faults)
+        kept = _open_tensors(found, faults)
+        listing = found.listing if found.universal is not None else listing
+    if model is None and optim is not None and not refused:
+        faults += missing(listing, optim.partition_count, optimizer=not listing.universal)
+    if listing.universal and model is not None and (found is None or found.universal is None) and not refused:
+        _read_tensors(listing, model, faults)
+    scalars = {**kept, **_scalars(model, _stage0_values(model), faults), **_scalars(optim, _values(optim), faults)}
+    once = {(fault.where, fault.what, fault.found): fault for fault in reversed(faults)}
+    return Survey(
+        listing=listing,
+        model=model,
+        optim=optim,
+        scalars=scalars,
+        faults=tuple(once[at] for at in sorted(once)),
+        universal=found.universal if found is not None else None,
+        divided=_cuts(found) if found is not None else {},
+    )
 
 
 def _cuts(checkpoint: ZeroCheckpoint) -> dict[str, str]:
@@ -134,168 +143,76 @@ def _empty(listing: Listing) -> list[Fault]:
     ]
 
 
-@dataclass(slots=True, kw_only=True)
-class _Look:
-    """A survey under way; `unreadable` names the files that are not tried again, `kept` are scalars read already."""
+def _heads(listing: Listing, faults: list[Fault]) -> dict[str, ModelStates | OptimStates | None]:
+    """What each file says that can be read, model and optimizer files of all columns and others."""
+    found: dict[str, ModelStates | OptimStates | None] = {}
+    for name in (name for column in listing.columns.values() for of in column for _, name in sorted(of.items())):
+        with collected(faults):
+            if listing.nbytes[name] and name.endswith("optim_states.pt"):
+                found[name] = listing.read(name, read_optim_states)
+            elif listing.nbytes[name]:
+                found[name] = listing.read(name, read_model_states)
+    for name in (*listing.layers.values(), *listing.experts.values(), *listing.places.values()):
+        with collected(faults):
+            listing.read(name, read_entries)
+            found[name] = None
+    return found
 
-    listing: Listing
-    faults: list[Fault]
-    unreadable: set[str] = field(default_factory=set)
-    kept: dict[TensorRecord, ScalarTensor] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.unreadable.update(name for name, nbytes in self.listing.nbytes.items() if nbytes == 0)
+def _of_kinds(heads: Iterable[ModelStates | OptimStates | None]) -> tuple[list[ModelStates], list[OptimStates]]:
+    found = list(heads)
+    return [one for one in found if isinstance(one, ModelStates)], [
+        one for one in found if isinstance(one, OptimStates)
+    ]
 
-    @property
-    def refused(self) -> bool:
-        """Whether a layout is refused as a whole."""
-        return any(fault.error == "UnsupportedLayout" for fault in self.faults)
 
-    def whole(self) -> ZeroCheckpoint | None:
-        """The checkpoint as a load opens it, None when it cannot be."""
-        if self.listing.model.get(0, "") in {"", *self.unreadable}:
-            return None
-        try:
-            return open_checkpoint(replace(self.listing, faults=()), optimizer=True)
-        except ReshardError as error:
-            self.note(error, self.listing.folder)
-            return None
-
-    def first(self, files: Mapping[int, str], read: Callable[[str, str], States]) -> States | None:
-        """What the file of the lowest rank that can be read says."""
+def _open_shards(checkpoint: ZeroCheckpoint, readable: Collection[str], faults: list[Fault]) -> None:
+    """Open every shard of the checkpoint, of `readable` ones if there are such; compare what they say and hold."""
+    shards, folder = ZeroShards(checkpoint=checkpoint), checkpoint.listing.folder
+    found = checkpoint.listing.model.items()
+    families = {MODEL: {rank: name for rank, name in found if rank < checkpoint.dp or checkpoint.rows}}
+    for column in checkpoint.columns:
+        families.setdefault(column.family, {}).update(enumerate(column.files, column.begin))
+    for family, files in families.items():
         for rank in sorted(files):
-            states = self.read(files[rank], read)
-            if states is not None:
-                return states
-        return None
-
-    def read(self, name: str, read: Callable[[str, str], States]) -> States | None:
-        if name in self.unreadable:
-            return None
-        try:
-            return self.listing.read(name, read)
-        except ReshardError as error:
-            self.unreadable.add(name)
-            self.note(error, self.listing.path(name))
-            return None
-
-    def salvage(self, model: ModelStates | None, optim: OptimStates | None) -> None:
-        """Check the files of a checkpoint that cannot be opened whole against those that can."""
-        listing = self.listing
-        if len(listing.columns) > 1 or listing.layers or listing.experts:
-            self.read_heads()
-            return
-        dp = model.dp if model is not None else optim.partition_count if optim is not None else None
-        if dp is not None:
-            sharded = not listing.universal and (model is None or model.param_shapes is not None)
-            self.faults += missing(listing, dp, optimizer=sharded)
-        if listing.universal and model is not None:
-            self.read_tensors(model)
-        placed = model is not None and self.matching(model, optim)
-        if model is not None:
-            # The shards are checked against the model file and the first of them; no tensor is placed.
-            columns = (one_column(listing, model, optim),) if placed and optim is not None else ()
-            checkpoint = ZeroCheckpoint(
-                listing=listing,
-                model=model,
-                optim=optim if placed else None,
-                layout=Layout({}, {}),
-                facts=None,
-                columns=columns,
-            )
-            self.open_shards(checkpoint)
-        if optim is not None and not placed:
-            names = [name for _, name in sorted(listing.optim.items())]
-            read = {name: self.read(name, read_optim_states) for name in names}
-            said = {name: abridged(states.signature()) for name, states in read.items() if states is not None}
-            self.faults += compare_signatures(said, listing.folder)
-
-    def read_heads(self) -> None:
-        """Read what every file of a grid says, and compare it."""
-        said: dict[str, dict[str, str]] = {}
-        for column in self.listing.columns.values():
-            for _, name in sorted(column.model.items()):
-                if (model := self.read(name, read_model_states)) is not None:
-                    said[name] = abridged(model_signature(model))
-            for _, name in sorted(column.optim.items()):
-                if (optim := self.read(name, read_optim_states)) is not None:
-                    said[name] = abridged(optim.signature())
-        listing = self.listing
-        for name in (*listing.layers.values(), *listing.experts.values(), *listing.places.values()):
-            self.read(name, read_entries)
-        self.faults += compare_signatures(said, listing.folder)
-
-    def matching(self, model: ModelStates, optim: OptimStates | None) -> bool:
-        """Whether the optimizer's flat buffers are those of the model file, so that sizes can be checked."""
-        if optim is None or model.param_shapes is None:
-            return False
-        faults = unmatched(model, optim)
-        self.faults += faults
-        return not faults
-
-    def open_shards(self, checkpoint: ZeroCheckpoint) -> None:
-        """Open every shard of the checkpoint, and compare what they say and hold."""
-        shards = ZeroShards(checkpoint=checkpoint)
-        found = checkpoint.listing.model.items()
-        families = {MODEL: {rank: name for rank, name in found if rank < checkpoint.dp or checkpoint.rows}}
-        for column in checkpoint.columns:
-            families.setdefault(column.family, {}).update(enumerate(column.files, column.begin))
-        for family, files in families.items():
-            for rank in sorted(files):
-                if files[rank] in {"", *self.unreadable}:
-                    continue
-                try:
+            with collected(faults):
+                if files[rank] and (not readable or files[rank] in readable):
                     shards.buffers(family, rank)
-                except ReshardError as error:
-                    self.note(error, self.listing.path(files[rank]))
-        self.faults += compare_signatures(shards.signatures, self.listing.folder)
-        self.faults += compare_prints(shards.prints, self.listing.folder)
+    faults += compare_signatures(shards.signatures, folder)
+    faults += compare_prints(shards.prints, folder)
 
-    def open_tensors(self, checkpoint: ZeroCheckpoint, universal: UniversalStates) -> None:
-        """Open every tensor of a universal checkpoint, and add the states that are known to be missing."""
-        index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
-        for placement in universal.placements:
-            if placement.numel:
-                index.open(placement.family, 0)
-        self.faults += [*index.faults, *universal.incomplete]
-        found = self.scalars(universal.common, (v for group in universal.common.groups for v in group.values()))
-        self.kept = {**self.kept, **found}
 
-    def read_tensors(self, model: ModelStates) -> None:
-        """Read every tensor's file of a universal checkpoint that cannot be opened whole."""
-        files, faults = list_states(self.listing.folder, [n for n, shape in model.trainable.items() if prod(shape)])
-        self.faults += faults
-        for path, kind in ((state_file(name, kind), kind) for name, kinds in files.items() for kind in kinds):
-            try:
-                read_state(self.listing.path(path), kind)
-            except ReshardError as error:
-                self.note(error, self.listing.path(path))
+def _open_tensors(checkpoint: ZeroCheckpoint, faults: list[Fault]) -> Scalars:
+    """Open every tensor of a universal checkpoint, note the states that it lacks, and read its scalars."""
+    universal = checkpoint.universal
+    if universal is None:
+        return {}
+    index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
+    for placement in universal.placements:
+        if placement.numel:
+            index.open(placement.family, 0)
+    faults += [*index.faults, *universal.incomplete]
+    values = (value for group in universal.common.groups for value in group.values())
+    return _scalars(universal.common, values, faults)
 
-    def note(self, error: ReshardError, where: str) -> None:
-        """Keep an error as faults, each with the file it is about and what mends it."""
-        if not error.faults:
-            what = str(error).removeprefix(f"{where}: ")
-            at, colon, rest = what.partition(".pt: ")
-            if colon and at.startswith(self.listing.folder):
-                where, what = f"{at}.pt", rest
-            self.faults.append(Fault(error=type(error).__name__, where=where, what=what, mend=_MEND))
-        self.faults += [fault if fault.mend else replace(fault, mend=_MEND) for fault in error.faults]
 
-    def done(self, model: ModelStates | None, optim: OptimStates | None) -> Survey:
-        scalars = {**self.kept, **self.scalars(model, _stage0_values(model)), **self.scalars(optim, _values(optim))}
-        once = {(fault.where, fault.what, fault.found): fault for fault in reversed(self.faults)}
-        faults = [once[at] for at in sorted(once)]
-        return Survey(listing=self.listing, model=model, optim=optim, scalars=scalars, faults=tuple(faults))
+def _read_tensors(listing: Listing, model: ModelStates, faults: list[Fault]) -> None:
+    """Read every tensor's file of a universal checkpoint that cannot be opened whole."""
+    files, wrong = list_states(listing.folder, [n for n, shape in model.trainable.items() if prod(shape)])
+    faults += wrong
+    for path, kind in ((state_file(name, kind), kind) for name, kinds in files.items() for kind in kinds):
+        with collected(faults):
+            read_state(listing.path(path), kind)
 
-    def scalars(self, file: ModelStates | OptimStates | CommonState | None, values: Iterable[object]) -> Scalars:
-        """The tensors of one element among `values`, which lie in `file`."""
-        if file is None:
-            return {}
-        try:
+
+def _scalars(
+    file: ModelStates | OptimStates | CommonState | None, values: Iterable[object], faults: list[Fault]
+) -> Scalars:
+    """The tensors of one element among `values`, which lie in `file`."""
+    if file is not None:
+        with collected(faults):
             return read_scalars(file.path, single_elements(values))
-        except ReshardError as error:
-            self.note(error, file.path)
-            return {}
+    return {}
 
 
 def _values(optim: OptimStates | None) -> Iterator[object]:

@@ -83,6 +83,14 @@ class Listing:
         files = self.columns.get(number, Files({}, {}))
         return replace(self, model=files.model, optim=files.optim)
 
+    def with_files(self, names: Collection[str]) -> Listing:
+        """The same folder with these model and optimizer files alone."""
+        columns = {
+            number: Files(*({rank: name for rank, name in of.items() if name in names} for of in files))
+            for number, files in self.columns.items()
+        }
+        return replace(self, columns=columns).column(0)
+
     @property
     def tag(self) -> str:
         """The folder's own name, however it was reached: with a slash at its end, or through `..`."""

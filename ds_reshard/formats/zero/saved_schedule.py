@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from ds_reshard.containers.plain import plain, read_scalars, single_elements
 from ds_reshard.errors import fail
-from ds_reshard.formats.zero.checkpoint import FIRST_ROW, ZeroCheckpoint, open_checkpoint
+from ds_reshard.formats.zero.checkpoint import FIRST_ROW, ZeroCheckpoint
 from ds_reshard.formats.zero.names import Listing
+from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
 from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.facts import describe

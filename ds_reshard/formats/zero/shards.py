@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +22,7 @@ from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
+from ds_reshard.model.layout import TensorKey
 
 _LONGEST = 60
 
@@ -312,3 +315,33 @@ def alike_on_all_ranks(model: ModelStates) -> str:
     loaded = {key: model.entries.get(key) for key in ("lr_scheduler", "optimizer", "random_ltd", "data_sampler")}
     weights = {name: tensor for name, tensor in model.module.items() if name not in model.buffer_names}
     return canonical([model_signature(model), loaded, weights])
+
+
+def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, found: str) -> Fault:
+    """That ranks which should hold the same values of a tensor do not; `key` has the number of the copy."""
+    if checkpoint.rows:
+        return _replica_fault(key._replace(copy=checkpoint.copy_of(key)[0]), found)
+    if checkpoint.of_autoep:
+        what = "has experts on several expert-parallel ranks, whose copies are not the same"
+        mend = "restore all files of one save, or load another tag"
+        return CheckpointDamaged.fault(f"tensor {key._replace(copy=0)}", what, "the same bytes", found, mend=mend)
+    return _whole_fault(key, found)
+
+
+def _replica_fault(key: TensorKey, found: str) -> Fault:
+    """That a rank's copy of what is not divided is not the first rank's."""
+    what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0, whose copy counts"
+    rule = json.dumps({"parameters": re.escape(key.name), "replicated": True, "owner": 0})
+    mend = "restore all files of one save; or resume with the tensor-parallel size that was saved; or say whose copy "
+    mend += (
+        f'counts: "ds_reshard": {{"reshard": {{"tensor_parallel": [{rule}]}}}}; to a tool, --rules FILE with that list'
+    )
+    return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
+
+
+def _whole_fault(key: TensorKey, found: str) -> Fault:
+    """That ranks which have parts of one parameter keep different states of the whole of it."""
+    what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
+    mend = "restore all files of one save; or resume with the layout that was saved"
+    where = f"tensor {key._replace(copy=0)}"
+    return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)

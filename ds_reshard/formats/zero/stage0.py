@@ -6,7 +6,7 @@ DeepSpeed 0.19.8 saves `optimizer.state_dict()` in the model file: of a torch op
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
@@ -15,18 +15,19 @@ from ds_reshard.errors import (
     Fault,
     ModelMismatch,
     ParamGroupMismatch,
-    ReshardError,
     UnsupportedLayout,
+    collected,
     damaged,
     fail,
-    faults_of,
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
-from ds_reshard.formats.zero.model_states import ModelStates
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, merged, whole
+from ds_reshard.formats.zero.model_states import ModelStates, read_entries
+from ds_reshard.formats.zero.modules import expert_of, renumbered
 from ds_reshard.formats.zero.optim_states import RESERVED, own_values
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor
+from ds_reshard.formats.zero.reader import of_ranks
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import TensorRecord
@@ -87,9 +88,28 @@ def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], listed:
     return [*map(len, lists)] == [*listed] or trained == [*map(len, order)]
 
 
+def same_places(checkpoint: ZeroCheckpoint, sizes: set[int], groups: Sequence[Mapping[str, object]] | None) -> bool:
+    """Whether a run of these expert-parallel sizes and param groups has the optimizers of stage 0 as they were saved.
+
+    DeepSpeed orders groups of several sizes by hashes, which Python draws anew for each process.
+    """
+    if max(sizes, default=1) != checkpoint.grid.ep:
+        return False
+    return groups is None or _outline(groups) == _outline(param_groups(torch_optimizer(of_place(checkpoint, 0))))
+
+
+def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]:
+    """The name that DeepSpeed has given each param group, and how many parameters it has."""
+    sized = ((group.get("name"), group.get("params")) for group in groups)
+    return [(name, len(params) if isinstance(params, list) else 0) for name, params in sized]
+
+
 @dataclass(slots=True, kw_only=True)
 class _Found:
-    """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint."""
+    """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint.
+
+    `raw` says that the weights are the masters.
+    """
 
     path: str
     archive: TorchArchive
@@ -98,6 +118,8 @@ class _Found:
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     uncut: list[Fault] = field(default_factory=list)
+    groups: list[GroupFacts] = field(default_factory=list)
+    raw: bool = False
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
         if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
@@ -121,13 +143,94 @@ class _Found:
         self.scalars.setdefault(name, {})[kind] = found
 
 
-def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]]) -> Named:
+Named = tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]
+"""A checkpoint of stage 0 with its optimizer named, and where the tensors of that lie, by model file."""
+
+
+def with_order(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], ep_rank: int = 0, first: Mapping[str, int] = {}
+) -> Named:
     """The same checkpoint with its optimizer named: `order` lists each param group's trainable parameters.
 
-    Returns it with the extents of the optimizer's tensors by buffer, for the one model file. Shapes are checked one by
-    one (ModelMismatch); where masters are saved, the caller compares their cast with the weights.
+    Each tensor-parallel rank has an optimizer, and so has each expert-parallel rank. Of the latter `ep_rank` is this
+    run's, and `first` has by layer the number of its first expert; what every rank has is then read from the first
+    one's file, as all ranks of the run share it. Returns the checkpoint with the extents of the optimizer's tensors by
+    buffer, for each model file. Shapes are checked one by one (ModelMismatch), and that several optimizers say the same
+    beside their tensors; where masters are saved, the caller compares their cast with the weights.
     """
-    model = checkpoint.model
+    columns, named, faults = list(_columns(checkpoint, order, ep_rank, first)), list[_Found](), list[Fault]()
+    for model, shapes in columns:
+        with collected(faults):
+            named.append(_named(model, shapes))
+    if len(columns) > 1:
+        faults += [fault for found in named for fault in found.uncut]
+        of, alike = ("expert", _alike) if checkpoint.listing.places else ("tensor", _by_name)
+        for found in named[1:]:
+            if alike(found) != alike(named[0]):
+                what = f"keeps other states, steps or param groups than the first {of}-parallel rank"
+                faults.append(damaged(found.path, what, "the same", "others"))
+    raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
+    head, own = named[0], named[-1]
+    extents: dict[int, Mapping[str, Extent]] = {}
+    for rank, found in enumerate(named):
+        extents[rank] = {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}
+    placements: Iterable[Placement] = own.placements
+    if checkpoint.rows:
+        placed = of_ranks([found.placements for found in named], {MODEL: 1}, checkpoint.divided)
+        placements = merged(placed, checkpoint.copy_stride)
+    elif len(columns) > 1:
+        shared = {one.key: one for one in head.placements if expert_of(one.key.name) is None}
+        apart = ((one.key, one._replace(buffer=f"{ep_rank}: {one.buffer}")) for one in own.placements)
+        placements = [shared.get(key, one) for key, one in apart]
+        extents = {0: {**extents[0], **{f"{ep_rank}: {buffer}": one for buffer, one in extents[1].items()}}}
+    layout = Layout({**checkpoint.layout.placements, **by_key(placements)}, checkpoint.layout.shards)
+    facts = OptimizerFacts(groups=tuple(own.groups), scalars=own.scalars)
+    uncut = tuple(own.uncut)
+    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut), extents
+
+
+def _columns(
+    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], ep_rank: int, first: Mapping[str, int]
+) -> Iterator[tuple[ModelStates, Sequence[Mapping[str, Shape]]]]:
+    """The model files with optimizers, each with the order under the names, and in the shapes, of its rank."""
+    listing = checkpoint.listing
+    for model in checkpoint.rows:
+        lacking = [name for group in order for name in group if name not in model.module]
+        faults = [damaged(model.path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
+        raise_faults(faults, subject=f"checkpoint {listing.folder}")
+        yield model, [{name: model.module[name].shape for name in group} for group in order]
+    if listing.places:
+        local = {prefix: -number for prefix, number in first.items()}
+        yield of_place(checkpoint, 0), [{renumbered(n, local): s for n, s in shapes.items()} for shapes in order]
+        yield of_place(checkpoint, ep_rank), order
+    elif not checkpoint.rows:
+        yield checkpoint.model, order
+
+
+def of_place(checkpoint: ZeroCheckpoint, ep_rank: int) -> ModelStates:
+    """The model file with the optimizer of one expert-parallel rank, as if that were in it."""
+    listing, model = checkpoint.listing, checkpoint.model
+    name = listing.places[ep_rank]
+    entries = {**model.entries, **listing.read(name, read_entries)}
+    return replace(model, path=listing.path(name), entries=entries)
+
+
+def _by_name(found: _Found) -> str:
+    """What an optimizer says beside its tensors."""
+    groups = [(group.members, canonical(dict(group.hyperparameters or {}))) for group in found.groups]
+    scalars = {name: {key: canonical(value) for key, value in of.items()} for name, of in found.scalars.items()}
+    return repr((groups, sorted(scalars.items()), sorted(one.key for one in found.placements)))
+
+
+def _alike(found: _Found) -> str:
+    """The same without names: the hyper-parameters of each group, and what is alike of its members."""
+    scalars = [{canonical(dict(found.scalars.get(name, {}))) for name in group.members} for group in found.groups]
+    groups = [canonical(dict(group.hyperparameters or {})) for group in found.groups]
+    return repr((groups, [*map(sorted, scalars)]))
+
+
+def _named(model: ModelStates, order: Sequence[Mapping[str, Shape]]) -> _Found:
+    """The optimizer of one model file, by the order of its parameters."""
     saved = model.entries.get("optimizer")
     if not isinstance(saved, dict):
         raise fail(model.path, "holds no optimizer state", "an entry 'optimizer'", type(saved).__name__)
@@ -140,61 +243,23 @@ def with_order(checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]])
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
         found.uncut += [_uncut(name, what) for name, what in own_values(inner).items()]
-        raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
+        found.raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
         for g, (group, shapes) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:
                 _flat(found, saved["fp32_groups_flat"][g], inner["state"].get(group["params"][0], {}), shapes, g)
             else:
-                masters = saved["fp32_groups"][g] if not raw else None
+                masters = saved["fp32_groups"][g] if not found.raw else None
                 _per_parameter(found, masters, _counted(group, inner["state"]), group["params"], shapes)
-    raise_faults(found.faults, subject=f"checkpoint {checkpoint.listing.folder}")
-    if raw:
+    raise_faults(found.faults, subject=f"checkpoint {model.path}")
+    if found.raw:
         for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
             if name in model.module:
                 found.place(name, "fp32", shape, model.module[name], state=False)
     hyper = ({str(key): value for key, value in group.items() if key != "params"} for group in groups)
-    held = [GroupFacts(members=tuple(shapes), hyperparameters=own) for own, shapes in zip(hyper, order, strict=True)]
-    facts = OptimizerFacts(groups=tuple(held), scalars=found.scalars)
-    layout = Layout({**checkpoint.layout.placements, **by_key(found.placements)}, checkpoint.layout.shards)
-    named = replace(checkpoint, layout=layout, facts=facts, masters_in_module=raw, uncut=tuple(found.uncut))
-    return named, {0: {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}}
-
-
-Named = tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]
-"""A checkpoint of stage 0 with its optimizer named, and where the tensors of that lie, by model file."""
-
-
-def alone(checkpoint: ZeroCheckpoint, model: ModelStates) -> ZeroCheckpoint:
-    """What one model file has saved of a checkpoint, without a place for any tensor yet."""
-    return replace(checkpoint, model=model, layout=Layout({}, {MODEL: 1}))
-
-
-def all_named(
-    parts: Iterable[Callable[[], Named]],
-    alike: Callable[[ZeroCheckpoint, ZeroCheckpoint], bool],
-    *,
-    first: str,
-    folder: str,
-) -> list[tuple[ZeroCheckpoint, Mapping[str, Extent]]]:
-    """What each of `parts` gives, for ranks that have saved an optimizer each.
-
-    Raises what is wrong with any, and where one is not `alike` the first.
-    """
-    named: list[tuple[ZeroCheckpoint, Mapping[str, Extent]]] = []
-    faults: list[Fault] = []
-    for name in parts:
-        try:
-            part, extents = name()
-            named.append((part, extents[0]))
-        except ReshardError as error:
-            faults += faults_of(error)
-    faults += [fault for part, _ in named for fault in part.uncut]
-    for part, _ in named[1:]:
-        if not alike(part, named[0][0]):
-            what = f"keeps other states, steps or param groups than the first {first}"
-            faults.append(damaged(part.model.path, what, "the same", "others"))
-    raise_faults(faults, subject=f"checkpoint {folder}")
-    return named
+    found.groups += [
+        GroupFacts(members=tuple(shapes), hyperparameters=own) for own, shapes in zip(hyper, order, strict=True)
+    ]
+    return found
 
 
 def _counted(

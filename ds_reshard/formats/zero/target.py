@@ -16,10 +16,10 @@ from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, ZeroCheckpoint, is_placeholder
-from ds_reshard.formats.zero.expert_groups import ep_of, of_place
-from ds_reshard.formats.zero.experts import by_number, expert_of, experts_held
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer, arranged, slice_numel, sliced, turned_back, whole
+from ds_reshard.formats.zero.groups import ep_of
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
+from ds_reshard.formats.zero.modules import by_number, expert_of, experts_held, of_place
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import Scalar, ScalarTensor, canonical

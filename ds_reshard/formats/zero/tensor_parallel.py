@@ -13,6 +13,7 @@ how it has cut projections that are fused by its own rules of names (`_replace`,
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -20,7 +21,10 @@ from math import prod
 from types import MappingProxyType
 from typing import NamedTuple
 
+from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.patterns import Patterns
+from ds_reshard.model.layout import check_cover
 from ds_reshard.model.region import Box, Part, Shape, parts_of
 from ds_reshard.model.rules import Rule
 
@@ -28,6 +32,10 @@ _FUSED = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_att
 """Parts of the names of what AutoTP takes for fused (module_inject/fusedqkv_utils.py, auto_tp.py, 0.18.9, 0.19.5)."""
 UNNAMED = "no pattern"
 """The evidence for what no pattern of a checkpoint names: it is cut along dimension 0, as DeepSpeed takes it."""
+_RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
+_RULES = 12
+_TO_A_TOOL = "; to a tool, --rules FILE with that list"
+_SHARED = "; where ranks share parts of it, as GPTBigCode's keys and values: load it with the sizes that were saved"
 
 
 class Misfit(Exception):
@@ -467,3 +475,62 @@ def _numbers(said: object) -> Shape:
     if not isinstance(said, (list, tuple)) or not all(type(one) is int and one >= 0 for one in said):
         raise Misfit("its affine map is malformed", "a list of numbers", repr(said)[:80])
     return tuple(said)
+
+
+def _rule(name: str, **said: object) -> str:
+    return json.dumps({"parameters": re.escape(name), **said})
+
+
+def padding_rules(sizes: Mapping[str, int]) -> str:
+    """The line of a run's JSON that says how many rows of parameters are a vocabulary's, and no padding."""
+    return _RULE % ", ".join(_rule(name, vocabulary=size) for name, size in sizes.items())
+
+
+def evidence_of(model: ModelStates) -> Evidence:
+    """What a model file says of how ranks divide parameters."""
+    info = model.entries.get("universal_checkpoint_info")
+    size = section(model.config, "tensor_parallel").get("autotp_size")
+    return Evidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
+
+
+def vocabularies(
+    model: ModelStates,
+    shards: Mapping[str, Sequence[Shape]],
+    rules: Sequence[Rule],
+    *,
+    info: Mapping[str, object] | None = None,
+) -> dict[str, Division]:
+    """The parameters whose last rows are padding, as rules, `info` or else the model file say."""
+    evidence = evidence_of(model) if info is None else Evidence(info)
+    if "original_vocab_size" not in evidence.info and not any(rule.vocabulary for rule in rules):
+        return {}
+    found, _ = divisions(shards, evidence, rules)
+    return {name: division for name, division in found.items() if division.vocabulary}
+
+
+def unknown_faults(unknown: Mapping[str, Misfit], path: str) -> list[Fault]:
+    """Why parameters cannot be made whole, and the rules that would say how, with what is usual for the truth."""
+    rules = [_rule(name, dim=0) for name, misfit in unknown.items() if not misfit.mend]
+    shown = ", ".join(rules[:_RULES]) + (", ..." if len(rules) > _RULES else "")
+    mend = f"say how {'each' if len(rules) > 1 else 'it'} is cut: {_RULE % shown}{_TO_A_TOOL}"
+    return [
+        UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=misfit.mend or mend)
+        for name, misfit in unknown.items()
+    ]
+
+
+def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
+    """Where parts do not lie in their shards, or do not make the whole."""
+    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}{_SHARED}"
+    for parts, shape in zip(division.ranks, shapes, strict=True):
+        if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
+            what = "is said to have parts that leave its shard"
+            yield UnsupportedLayout.fault(f"parameter {name}", what, f"{prod(shape)} elements", "more", mend=mend)
+            return
+    if division.replicated:
+        return
+    try:
+        check_cover([part.box for parts in division.ranks for part in parts], division.shape)
+    except ValueError as error:
+        what = "is said to have parts that do not make the whole"
+        yield UnsupportedLayout.fault(f"parameter {name}", what, f"{list(division.shape)}", str(error), mend=mend)

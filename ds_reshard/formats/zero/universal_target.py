@@ -14,9 +14,9 @@ from functools import partial
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.flat import by_key, in_one_shard
 from ds_reshard.formats.zero.grid_target import redivisions, said_of_all
+from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.target import (
     UNIVERSAL_INFO,
     ModelTarget,

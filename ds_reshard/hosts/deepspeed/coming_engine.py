@@ -17,9 +17,9 @@ import torch
 
 from ds_reshard.errors import ConfigError, raise_faults
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.experts import expert_of
 from ds_reshard.formats.zero.flat import Rule, arranged, slice_numel
 from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.hooks import Seam
 from ds_reshard.hosts.deepspeed.coming_grid import Spot
 from ds_reshard.hosts.deepspeed.coming_model import ComingModel

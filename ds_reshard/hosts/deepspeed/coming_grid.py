@@ -13,10 +13,10 @@ from math import prod
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.experts import as_one_place, expert_of
 from ds_reshard.formats.zero.grid_target import of_rank, redivisions
+from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.pipeline import as_one_stage, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.modules import expert_of, layer_files, layer_of, tied_key, ties_first
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
 from ds_reshard.model.region import Shape

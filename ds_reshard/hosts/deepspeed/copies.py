@@ -12,10 +12,9 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.experts import place_with_order
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.pipeline import tied_key
-from ds_reshard.formats.zero.rows import copy_fault, row_with_order, rows_with_order
+from ds_reshard.formats.zero.modules import tied_key
+from ds_reshard.formats.zero.shards import copy_fault
 from ds_reshard.formats.zero.stage0 import Named, same_sizes, with_order
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import LiveOptimizer
@@ -82,15 +81,10 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
     raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
-    if checkpoint.rows:
-        return rows_with_order(checkpoint, lambda row: row_with_order(row, live.order))
-    if checkpoint.listing.places:
-        ep_rank = next(held.first // held.held for held in grid.experts.values())
-        first = {prefix: held.first for prefix, held in grid.experts.items()}
-        return place_with_order(checkpoint, live.order, ep_rank, first)
-    if len(checkpoint.stages) > 1:
+    if len(checkpoint.stages) > 1 and not checkpoint.rows:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
-    return with_order(checkpoint, live.order)
+    ep_rank = next((held.first // held.held for held in grid.experts.values()), 0)
+    return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
 
 
 def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:

@@ -17,8 +17,15 @@ from ds_reshard.formats.zero.autoep import expert_parts
 from ds_reshard.formats.zero.checkpoint import Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.patterns import Patterns
-from ds_reshard.formats.zero.rows import uncovered, unknown_faults, vocabularies
-from ds_reshard.formats.zero.tensor_parallel import Evidence, affine_maps, divided, divisions
+from ds_reshard.formats.zero.tensor_parallel import (
+    Evidence,
+    affine_maps,
+    divided,
+    divisions,
+    uncovered,
+    unknown_faults,
+    vocabularies,
+)
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.live import param_shape
 from ds_reshard.model.region import Part, Shape
@@ -84,7 +91,7 @@ def _padded(engine: DeepSpeedEngine, grid: LiveGrid, checkpoint: ZeroCheckpoint)
     shapes |= {name: one.shape for name, one in saved.items()}
     held = {name: param_shape(param) for name, param in engine.module.named_parameters(remove_duplicate=False)}
     more = {name: [own] for name, own in held.items() if own[:1] > shapes.get(name, own)[:1]}
-    said = vocabularies(model, more, grid.row, info=_info(engine)) if more else {}
+    said = vocabularies(model, more, grid.row.rules, info=_info(engine)) if more else {}
     for name in more.keys() & saved.keys() - said.keys():
         own, size, room = held[name], saved[name].shape[0], sum(shard[0] for shard in saved[name].shards)
         if own[1:] == saved[name].shape[1:] and own[0] <= room:

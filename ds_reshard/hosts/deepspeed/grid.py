@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.formats.zero.checkpoint import ALONE, Row
-from ds_reshard.formats.zero.experts import expert_of, renumbered
-from ds_reshard.formats.zero.pipeline import layer_of, tied_key
+from ds_reshard.formats.zero.modules import expert_of, layer_of, renumbered, tied_key
 
 if TYPE_CHECKING:
     import torch

@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
 from ds_reshard.formats.zero.content import SAME_BYTES
-from ds_reshard.formats.zero.experts import same_places
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
-from ds_reshard.formats.zero.rows import padding_rules
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0 import Named, param_groups, stage0_kind, torch_optimizer
+from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
+from ds_reshard.formats.zero.tensor_parallel import padding_rules
 from ds_reshard.hosts.deepspeed.copies import (
     copies_apart,
     model_of_stage,

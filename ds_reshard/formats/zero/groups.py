@@ -1,4 +1,4 @@
-"""Param groups of experts, as a coming run of `deepspeed.moe` has them.
+"""Param groups of several stages or expert-parallel ranks as one, and those of a coming run of `deepspeed.moe`.
 
 `split_params_into_different_moe_groups_for_optimizer` (moe/utils.py, 0.19.8) takes the experts out of each param
 group, in order, into groups behind all others: one for each expert-parallel size, and another wherever one would have
@@ -7,19 +7,62 @@ more than MAX_NUMEL elements on a rank. All ranks of a run have their own expert
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.experts import by_number, expert_of, experts_held, renumbered
+from ds_reshard.formats.zero.modules import by_number, expert_of, experts_held, of_place
 from ds_reshard.model.content import SCHEDULER, Content, regrouped, with_groups
 from ds_reshard.model.facts import GroupFacts, canonical
 
 MAX_NUMEL = 178956971
 _NAME, _MARK, _OF_SIZE = "name", "moe", "ep_size_"
 AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
+
+
+def as_one_place(zero: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The checkpoint with param groups as one expert-parallel rank has them: layer by layer, expert by expert."""
+    if not zero.listing.experts or zero.facts is None:
+        return zero
+    groups = tuple(replace(group, members=tuple(by_number(group.members))) for group in zero.facts.groups)
+    return replace(zero, facts=replace(zero.facts, groups=groups))
+
+
+def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
+    """The checkpoint with param groups as one stage has them: those of the same hyper-parameters are one.
+
+    Of several such in one stage the first are one, the second, and so on. Where another stage has another number of
+    them, or the scheduler other values for them, no file tells which are one, and all stay as they are.
+    """
+    if len(zero.stages) < 2 or zero.facts is None or zero.universal is not None:
+        return zero
+    alike: dict[tuple[str, int], list[int]] = {}
+    counts: dict[str, set[int]] = {}
+    number = 0
+    for column in (one for one in zero.columns if not one.number):
+        texts = [canonical(dict(group)) for group in column.first.groups or ()]
+        for at, text in enumerate(texts):
+            alike.setdefault((text, texts[:at].count(text)), []).append(number)
+            counts.setdefault(text, set()).add(texts.count(text))
+            number += 1
+    groups, entries = zero.facts.groups, dict(zero.model.entries)
+    one = [members[0] for members in alike.values()]
+    again = [members[-1] for members in alike.values()]
+    if number == len(groups) and not any(len(of) > 1 and max(of) > 1 for of in counts.values()):
+        state = entries.get(SCHEDULER)
+        made, unknown = regrouped(state, one, number) if isinstance(state, dict) else (state, [])
+        other = regrouped(state, again, number)[0] if isinstance(state, dict) else state
+        if not unknown and canonical(made) == canonical(other):
+            entries[SCHEDULER] = made
+            groups = tuple(
+                replace(groups[of[0]], members=tuple(name for at in of for name in groups[at].members))
+                for of in alike.values()
+            )
+    model = replace(zero.model, entries=entries)
+    return replace(zero, model=model, facts=replace(zero.facts, groups=groups))
 
 
 class Group(NamedTuple):
@@ -36,12 +79,6 @@ def ep_of(group: GroupFacts) -> int:
     name = values.get(_NAME) if values.get(_MARK) is True else None
     size = name.removeprefix(_OF_SIZE) if isinstance(name, str) else ""
     return int(size) if size.isdecimal() and int(size) else 1
-
-
-def of_place(names: Iterable[str], held: Mapping[str, int], place: int) -> list[str]:
-    """What parameters of the first rank are on the rank at `place`, each of which has as many experts."""
-    first = {prefix: place * number for prefix, number in held.items()}
-    return [renumbered(name, first) for name in names]
 
 
 def dealt_out(content: Content, ep: int | None, like: ZeroCheckpoint | None) -> tuple[Content, list[Fault]]:
