@@ -159,7 +159,8 @@ class _Revival:
         if recipe is not None:
             made = self._guarded(dotted, lambda: recipe.make(parts))
         elif is_enum(name):
-            return self._guarded(dotted, lambda: enum_member(name, parts.args))
+            yield from self._complete(record, parts)
+            return self._guarded(dotted, lambda: enum_member(name, parts))
         else:
             accepted = import_trusted(name, self.trusted, self.where)
             made = self._guarded(dotted, lambda: make_trusted(accepted, parts, by_new))
@@ -194,8 +195,13 @@ class _Revival:
 def target(record: ObjectRecord) -> tuple[GlobalName, tuple[object, ...], bool]:
     """The class or function that a record is of, its arguments, and whether `__new__` makes it.
 
-    Protocols 0 and 1 write objects as calls of copyreg's `_reconstructor` and `__newobj__`.
+    Protocols 0 and 1 write objects as calls of copyreg's `_reconstructor` and `__newobj__`; Python 3.11.0 to 3.11.3
+    writes the member of an enum as `getattr(class, name)`.
     """
+    if str(record.callable) == "builtins.getattr" and len(record.args) == 2:
+        kind = record.args[0]
+        if isinstance(kind, GlobalName) and is_enum(kind):
+            return kind, record.args, False
     made = reconstructed(record.callable, record.args) if record.callable.module == "copyreg" else None
     if made is None:
         return record.callable, record.args, record.by_new
@@ -269,9 +275,16 @@ def _refusal(name: GlobalName, where: str) -> Fault:
 # -- enums and what is trusted -----------------------------------------------------------------------------------------
 
 
-def enum_member(name: GlobalName, args: tuple[object, ...]) -> enum.Enum:
-    """The member of that value of an enum of the table, looked up and never computed; ValueError when there is none."""
-    kind = enum_class(name)
+def enum_member(name: GlobalName, parts: Parts) -> enum.Enum:
+    """The member of an enum of the table, looked up by its value, or by its class and name, and never computed.
+
+    Raises ValueError if there is none, or if the pickle would change it.
+    """
+    kind, args = enum_class(name), parts.args
+    if parts.items or parts.pairs or parts.state is not None:
+        raise ValueError("it gives the member of an enum a state")
+    if len(args) == 2 and args[0] is kind and args[1] in kind.__members__:
+        return kind.__members__[str(args[1])]
     for member in kind.__members__.values():
         if len(args) == 1 and type(member.value) is type(args[0]) and member.value == args[0]:
             return member

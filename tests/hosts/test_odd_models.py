@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from cases import Model, Run
 from gathered import gathered, same_bits
 from saves import Saves
+
+from ds_reshard.operations import inspect
 
 pytestmark = pytest.mark.distributed
 
@@ -48,6 +51,26 @@ def test_masters_from_weights_out_of_a_stage_3_checkpoint(worlds: Any, saves: Sa
     for (name, kind), values in gathered(loaded).items():
         expected = saved[0]["weights"][name].float().view(-1) if kind == "fp32" else truth[name, kind]
         assert same_bits(values, expected), (name, kind)
+
+
+@pytest.mark.parametrize(("source", "target"), ((Run(1, 2), Run(2, 1)), (Run(2, 2), Run(3, 3)), (Run(3, 2), Run(1, 1))))
+def test_a_checkpoint_that_python_3_11_2_saved(
+    worlds: Any, saves: Saves, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Run, target: Run
+) -> None:
+    """Python 3.11.0 to 3.11.3 pickle the stage by its member's name; Debian 12 has 3.11.2."""
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    folder, saved = saves(source, Model())
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    monkeypatch.setattr(ZeroStageEnum, "__reduce_ex__", lambda self, protocol: (getattr, (type(self), self.name)))
+    files = sorted(tmp_path.rglob("*_optim_states.pt"))
+    assert len(files) == source.dp
+    for file in files:
+        torch.save(torch.load(file, weights_only=False), file)
+    loaded = worlds[target.dp].run("load", run=target, model=Model(), folder=str(tmp_path))
+    truth, found = gathered(saved), gathered(loaded)
+    assert [key for key in truth if not same_bits(truth[key], found[key])] == []
+    assert inspect(tmp_path).stage == source.stage
 
 
 def test_stage_3_without_optimizer_states_on_an_unchanged_layout(worlds: Any, tmp_path: Path) -> None:

@@ -368,6 +368,15 @@ def test_an_enum_of_the_table_is_looked_up():
     assert again(pickle.dumps(signal.Signals, 2)) is signal.Signals
 
 
+def test_an_enum_that_python_3_11_2_pickled_is_looked_up():
+    """Python 3.11.0 to 3.11.3 write `getattr(class, name)` (enum.py `Enum.__reduce_ex__`); Debian 12 has 3.11.2."""
+    by_name = b"\x80\x02cbuiltins\ngetattr\ncsignal\nSignals\nX\x07\0\0\0SIGTERM\x86R."
+    assert pickle.loads(by_name) is signal.SIGTERM
+    assert again(by_name) is signal.SIGTERM
+    with pytest.raises(CheckpointDamaged, match="no such member"):
+        again(by_name.replace(b"SIGTERM", b"SIGNONE"))
+
+
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [

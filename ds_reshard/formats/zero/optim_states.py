@@ -358,10 +358,15 @@ def _alignment(path: str, value: object, group: int) -> tuple[int, ...] | None:
     raise fail(path, "entry 'param_alignment_paddings' is malformed", "a list per group", keys_of(value))
 
 
+_STAGES: Mapping[object, int] = {"optimizer_states": 1, "gradients": 2, "weights": 3}
+"""`ZeroStageEnum` of DeepSpeed 0.19.8 (runtime/zero/config.py) by its members' names."""
+
+
 def read_stage(path: str, value: object) -> int:
-    """`ZeroStageEnum(n)` as a record, or a plain number."""
-    if isinstance(value, ObjectRecord) and len(value.args) == 1:
-        value = value.args[0]
+    """A number, `ZeroStageEnum(number)`, or `getattr(ZeroStageEnum, name)` as Python 3.11.0 to 3.11.3 pickle it."""
+    if isinstance(value, ObjectRecord):
+        by_name = len(value.args) == 2 and str(value.args[0]).endswith(".ZeroStageEnum")
+        value = _STAGES.get(value.args[1]) if by_name else value.args[0] if len(value.args) == 1 else value
     if isinstance(value, int) and value in (1, 2, 3):
         return value
     raise fail(path, "entry 'zero_stage' is malformed", "1, 2 or 3", describe(value))

@@ -279,7 +279,6 @@ def _bytes_io(record: Record, child: Child) -> object:
 def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     import torch
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
-    from deepspeed.runtime.zero.config import ZeroStageEnum
     from deepspeed.utils.tensor_fragment import fragment_address
 
     def plain(cls: type) -> Callable[[Record, Child], object]:
@@ -316,7 +315,6 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
         "deepspeed.runtime.fp16.loss_scaler.LossScaler": plain(LossScaler),
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": plain(DynamicLossScaler),
         "deepspeed.utils.tensor_fragment.fragment_address": plain(fragment_address),
-        "deepspeed.runtime.zero.config.ZeroStageEnum": call(ZeroStageEnum),
     }
 
 
