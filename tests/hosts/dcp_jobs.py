@@ -245,6 +245,20 @@ def raised(folder: str, model: Model, **options: Any) -> str:
     return ""
 
 
+def states_told(folder: str, names: list[list[str]]) -> str:
+    """The text with which a load of the states of parameters ends, `names` having those that each rank asks for."""
+    import ds_reshard.dcp
+
+    reader = ds_reshard.dcp.Reader(folder, group=dist.group.WORLD)
+    shapes = {key.name: place.shape for key, place in reader._source.layout.placements.items()}
+    state = {name: {"exp_avg": torch.zeros(shapes[name])} for name in names[dist.get_rank()]}
+    try:
+        dcp.load({"optimizer": {"state": state}}, storage_reader=reader)
+    except CheckpointException as error:
+        return str(error)
+    return ""
+
+
 def save(folder: str, model: Model) -> dict[tuple[str, str], torch.Tensor]:
     """A folder of `dcp.save` from FSDP2 after two steps, with a few more DTensors; what it holds, whole."""
     net, optimizer = fsdp2(model, False)

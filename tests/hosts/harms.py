@@ -27,24 +27,25 @@ def cut(name: str, keep: float) -> Damage:
     return run
 
 
-def flip(name: str, record: str) -> Damage:
-    """Flip one bit in the middle of the largest record whose name ends so."""
+def flip(name: str, record: str, *, each: bool = False) -> Damage:
+    """Flip one bit in the middle of the largest record whose name has `record` in it, or of `each` that is as large."""
 
     def run(folder: Path) -> None:
         path = folder / name
         with zipfile.ZipFile(path) as archive:
             found = [i for i in archive.infolist() if record in i.filename]
-            entry = max(found, key=lambda i: i.file_size)
+        largest = max(entry.file_size for entry in found)
+        found = [entry for entry in found if entry.file_size == largest]
         with path.open("r+b") as file:
-            file.seek(entry.header_offset + 26)
-            lengths = file.read(4)
-            start = (
-                entry.header_offset + 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-            )
-            file.seek(start + entry.file_size // 2)
-            byte = file.read(1)[0]
-            file.seek(start + entry.file_size // 2)
-            file.write(bytes([byte ^ 1]))
+            for entry in found if each else found[:1]:
+                file.seek(entry.header_offset + 26)
+                lengths = file.read(4)
+                header = 30 + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+                middle = entry.header_offset + header + entry.file_size // 2
+                file.seek(middle)
+                byte = file.read(1)[0]
+                file.seek(middle)
+                file.write(bytes([byte ^ 1]))
 
     return run
 

@@ -22,8 +22,10 @@ from ds_reshard.cli.main import main
 from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.hosts.nanotron import foreign
 from ds_reshard.model.rules import Rule, given, rules_in
 from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
+from ds_reshard.resume.policy import ResumePolicy
 
 pytestmark = pytest.mark.distributed
 
@@ -229,6 +231,41 @@ def test_values_that_do_not_go_together_are_found(folders: Folders, tmp_path: Pa
     assert any(text in fault.line() for fault in found.faults), [fault.line() for fault in found.faults]
     with pytest.raises(ReshardError) as raised:
         fingerprint(str(folder))
+    assert text in str(raised.value)
+
+
+OF_STATES = ["a tied moment", "a tied master", "a copy of a bias, in a later stage", "a copy of a moment"]
+
+
+@pytest.mark.parametrize("case", OF_STATES)
+def test_a_reader_proves_masters_and_states_for_those_who_ask_for_them(
+    worlds: Any, folders: Folders, tmp_path: Path, case: str
+) -> None:
+    """Weights alone are read whatever they are; what one rank asks for, every rank is told is wrong."""
+    grid, damage, text = WRONG[case]
+    folder = shutil.copytree(folders(grid), tmp_path / "broken")
+    damage(folder / "t")
+    truth = {name: value for (name, kind), value in tensors(grid).items() if kind == "weight"}
+    wanted = {"model": {name: torch.full_like(value, 7.0) for name, value in truth.items()}}
+    dcp.load(wanted, storage_reader=Reader(str(folder)), planner=LoadPlanner())
+    assert all(torch.equal(wanted["model"][name], value) for name, value in truth.items())
+    harmed = text.partition("[")[0]
+    others = [name for name in truth if name != harmed]
+    for names in ([others, [harmed]], [[harmed], others[:1]], [[], [harmed]]):
+        said = worlds[2].run("dcp_jobs.states_told", folder=str(folder), names=names)
+        assert all(text in told for told in said), said
+    assert not any(worlds[2].run("dcp_jobs.states_told", folder=str(folder), names=[others, []]))
+
+
+def test_nanotron_proves_masters_where_it_loads_them(folders: Folders, tmp_path: Path) -> None:
+    """A policy that skips the optimizer, but goes on in the schedule of its groups, reads the weights alone."""
+    grid, damage, text = WRONG["a tied master"]
+    folder = shutil.copytree(folders(grid), tmp_path / "broken")
+    damage(folder / "t")
+    opened = foreign._open(str(folder), ResumePolicy(optimizer="skip", scheduler="override"))
+    assert opened is not None and opened.content.facts is not None
+    with pytest.raises(ReshardError) as raised:
+        foreign._open(str(folder), ResumePolicy())
     assert text in str(raised.value)
 
 

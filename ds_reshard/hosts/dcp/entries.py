@@ -113,9 +113,9 @@ def _weights(source: Checkpoint, model: str) -> Iterator[Stored]:
     for name in _names(source):
         sources: dict[ElementType, TensorKey] = {}
         for kind in _WEIGHTS:
-            for key in (TensorKey(name=name, kind=kind), TensorKey(name=owner(source, name), kind=kind)):
-                if key in layout:
-                    sources.setdefault(layout[key].dtype, key)
+            for key in (TensorKey(name=owner(source, name), kind=kind), TensorKey(name=name, kind=kind)):
+                if key in layout:  # of one type the weight counts: damage to an optimizer's file is not its own
+                    sources[layout[key].dtype] = key
         if sources:
             shape = layout[next(iter(sources.values()))].shape
             own = source.beside.get(name)

@@ -6,7 +6,7 @@ import io
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING
@@ -48,12 +48,13 @@ from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.formats.dcp.entries import Matched, Unasked, join, left_out, named, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.checkpoint import Checkpoint
+from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.progress import showing
-from ds_reshard.operations.proof import prove
+from ds_reshard.operations.proof import prove, unproved
 from ds_reshard.operations.ranks import agree_files, gather, of_all, rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.wrapper_names import patterns
@@ -122,12 +123,16 @@ def off_mesh(key: str, value: object) -> Iterator[Fault]:
 
 
 class Filling:
-    """What one plan asks for: tensors of files, collected and then read; small tensors and values that are here."""
+    """What one plan asks for: tensors of files, collected and then read; small tensors and values that are here.
+
+    `trained` are the names of the parameters whose masters or states are among these tensors.
+    """
 
     def __init__(self, index: Index, *, cast: bool) -> None:
         self.filled: list[tuple[ReadItem, torch.Tensor]] = []
         self.singles: list[tuple[ReadItem, torch.Tensor, torch.Tensor]] = []
         self.values: list[tuple[ReadItem, object]] = []
+        self.trained: set[str] = set()
         self._index = index
         self._cast = cast
         self._copies: list[Copy] = []
@@ -147,6 +152,8 @@ class Filling:
         tensor = tensor.detach()
         self.filled.append((item, tensor))
         key = entry.source(dtype)
+        if key.kind != WEIGHT:
+            self.trained.add(key.name)
         box = Box(offset=tuple(item.storage_offsets), size=tuple(item.lengths))
         buffer = str(len(self._targets))
         region = box_region(entry.shape, box)
@@ -297,7 +304,7 @@ class Reader(StorageReader):
             self._use(open_checkpoint(self._found, whole=False, optimizer=False))
             self._leave_out(faults_of(error))
         if self._group is None or self._group.rank() == 0:
-            prove(self._source)  # all ranks are told what one finds
+            prove(self._source, ())  # the weights alone; all ranks are told what one finds
             for note in self._source.notes:
                 logger.warning("%s: %s", self._source.folder, note)
 
@@ -351,7 +358,7 @@ class Reader(StorageReader):
             faults = [*faults, *self._unread]
         elif faults and not states and not any(fault.error in UNSAFE for fault in faults):
             filling, faults = self._without_optimizer(plan, planner, faults)
-        self._warn(planner, faults)
+        self._warn(planner, faults, filling.trained if filling is not None else frozenset())
         assert filling is not None
         try:
             self.bytes_read += filling.execute(threads=self._threads, memory_nbytes=self._memory_nbytes)
@@ -427,10 +434,11 @@ class Reader(StorageReader):
         faults += self._groups.joined(flattened)
         return filling, [*faults, *shards.compare(), *shards.index.faults]
 
-    def _warn(self, planner: TorchPlanner, faults: list[Fault]) -> None:
+    def _warn(self, planner: TorchPlanner, faults: list[Fault], trained: Set[str]) -> None:
         """Raise the `faults` of all ranks, as `_agree`; then warn of what only the run or only the checkpoint has.
 
-        A partial load that finds none of the weights is a fault.
+        A partial load that finds none of the weights is a fault, and so are masters of the parameters `trained` that
+        are not those of their weights: the ranks that read masters or states share that proof.
         """
         tied = {*self._source.shared, *self._source.shared.values()}
         saved = [key for key, entry in self._entries.items() if len(entry.path) < 2 or entry.path[-2] not in tied]
@@ -438,9 +446,11 @@ class Reader(StorageReader):
         tensors = [key for key, value in getattr(planner, "state_dict", {}).items() if isinstance(value, torch.Tensor)]
         mine = Unasked.of(asked, saved), Matched.of(tensors, asked, self._entries, self._names["model"])
         alone = self._group is None
-        everyone = [(faults, mine)] if alone else gather((faults, mine), self._group)
-        raise_faults([fault for of_rank, _ in everyone for fault in of_rank], subject=_SUBJECT)
-        matched = reduce(Matched.joined, [one for _, (_, one) in everyone])
+        everyone = [(faults, mine, trained)] if alone else gather((faults, mine, trained), self._group)
+        raise_faults([fault for of_rank, _, _ in everyone for fault in of_rank], subject=_SUBJECT)
+        if any(names for _, _, names in everyone):
+            self._agree(self._unproved([names for _, _, names in everyone]))
+        matched = reduce(Matched.joined, [one for _, (_, one), _ in everyone])
         lacking = sorted(matched.lacking)
         if matched.nothing:
             what = "has none of the weights that this run asks for, by their keys"
@@ -448,11 +458,23 @@ class Reader(StorageReader):
             raise ModelMismatch.of(
                 self._source.folder, what, named(lacking, "tensor"), there, mend=self._renaming(lacking)
             )
-        joined, first = join([one for _, (one, _) in everyone])
+        joined, first = join([one for _, (one, _), _ in everyone])
         if rank(self._group) == first and (told := joined.warning(saved, self._source.folder)):
             logger.warning(told)
         if lacking and rank(self._group) == 0:
             logger.warning("%s lacks %s, which stay as they are", self._source.folder, named(lacking, "tensor"))
+
+    def _unproved(self, trained: Sequence[Set[str]]) -> list[Fault]:
+        """This rank's part of the proof that the masters and states that ranks read are of their parameters."""
+        readers = [number for number, names in enumerate(trained) if names]
+        number = self._group.rank() if self._group is not None else 0
+        if number not in readers:
+            return []
+        try:
+            names = frozenset().union(*trained)
+            return unproved(self._source, names, part=readers.index(number), of=len(readers))
+        except Exception as error:
+            return as_faults(error, where=self.checkpoint_id)
 
     def _renaming(self, lacking: Sequence[str]) -> str:
         """What mends a load of which wrappers have changed all names; else the general way."""

@@ -109,15 +109,14 @@ def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = Fa
         return None
     subject = f"loading {folder}"
     with same_files(world, subject=subject):
-        optimizer = load.policy.loads_masters or load.policy.keeps_position  # the schedule is by its groups
-        found = together(lambda: None if own else _open(folder, optimizer=optimizer), world, subject=subject)
+        found = together(lambda: None if own else _open(folder, load.policy), world, subject=subject)
         raise_faults(unseen(folder, gather(found is not None, world)), subject=subject)
     load.foreign = found
     return found
 
 
-def _open(folder: str, *, optimizer: bool) -> Foreign | None:
-    """All of it; unless the `optimizer` is wanted the weights alone, where it is what cannot be opened."""
+def _open(folder: str, policy: ResumePolicy) -> Foreign | None:
+    """All of it; the weights alone if the optimizer is what cannot be opened, and the policy leaves it out."""
     try:
         found = find_listing(folder, None)
     except CheckpointNotFound:
@@ -125,14 +124,14 @@ def _open(folder: str, *, optimizer: bool) -> Foreign | None:
     if is_nanotron(found.folder) and not is_url(folder):
         return None
     try:
-        return _opened(folder, found, optimizer=True)
+        return _opened(folder, found, masters=policy.loads_masters)
     except (CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout):
-        if optimizer:
+        if policy.loads_masters or policy.keeps_position:  # the schedule is by the optimizer's groups
             raise
-        return _opened(folder, found, optimizer=False)
+        return _opened(folder, found, masters=False, optimizer=False)
 
 
-def _opened(folder: str, found: Found, *, optimizer: bool) -> Foreign:
+def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True) -> Foreign:
     source, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
     content = source.content()
     faults = list(source.index.faults)
@@ -140,7 +139,7 @@ def _opened(folder: str, found: Found, *, optimizer: bool) -> Foreign:
         renamed = read_name_map(path)
         faults += renamed.faults(content)
         content = renamed.applied(content)
-    raise_faults([*faults, *unproved(source)], subject=f"loading {folder}")
+    raise_faults([*faults, *unproved(source, None if masters else ())], subject=f"loading {folder}")
     return Foreign(source=source, content=content)
 
 
@@ -301,15 +300,17 @@ def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) ->
     """The copies that fill this rank's weights, and everything that is wrong with them."""
     copies: list[Copy] = []
     faults = experts_of(context.expert_parallel_size)
-    shards = foreign.source.shards()
+    shards, masters = foreign.source.shards(), set[str]()
     for number, one in enumerate(weights):
         key, fault = _source_of(foreign, one)
         if key is None:
             faults += fault
             continue
+        masters |= {key.name} if key.kind == MASTER else set()
         dtype, (shape, parts) = element_type(one.tensor.dtype), tiles_of_parameter(one.name, one.parameter)
         for region, first in regions_of(shape, parts, 0, one.tensor.numel()):
             copies += copies_of(shards.index, key, region, buffer=str(number), element_offset=first, dtype=dtype)
+    faults += unproved(foreign.source, masters) if masters else ()
     return copies, [*faults, *shards.index.faults, *shards.compare()]
 
 

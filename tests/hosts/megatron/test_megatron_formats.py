@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
+from harms import flip
 from releases import WITH_TRAINING
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP, TP, WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
@@ -23,6 +25,7 @@ import ds_reshard.dcp
 import ds_reshard.operations as tools
 from ds_reshard.containers.dcp_directory import read_directory
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
+from ds_reshard.execution.buffers import torch_dtype
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.source import find_listing, open_checkpoint
@@ -177,6 +180,20 @@ def test_a_save_without_the_optimizer_is_weights_alone(releases: Any, release: s
     assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
 
 
+def _flipped(folder: Path, form: str) -> None:
+    """A byte of each of the optimizer's larger tensors."""
+    for file in folder.glob("*/mp_rank_*/distrib_optim.pt"):
+        flip(file.name, "data/", each=True)(file.parent)
+    for step in folder.glob("iter_*") if form != "torch" else ():
+        states = [one for key, one in read_directory(str(step)).tensors.items() if key.split(".")[0] == "optimizer"]
+        for place in (chunk.place for one in states for chunk in one.chunks):
+            assert place is not None
+            with open(place.path, "r+b") as file:
+                data = file.read()[place.byte_offset :][: place.nbytes]
+                file.seek(place.byte_offset + place.nbytes // 2)
+                file.write(bytes([data[place.nbytes // 2] ^ 1]))
+
+
 def _harmed(folder: Path, form: str) -> None:
     """The optimizer's files cut, or where both lie in the same ones its chunks overwritten."""
     for file in folder.glob("*/mp_rank_*/distrib_optim.pt"):
@@ -190,17 +207,31 @@ def _harmed(folder: Path, form: str) -> None:
                 file.write(b"\xff" * place.nbytes)
 
 
+def _wrong_alone(folder: str) -> list[str]:
+    """The weights that torch reads wrong where its state dict has the model alone."""
+    source = open_checkpoint(find_listing(folder, None), whole=False, optimizer=False)
+    keys = {key.name: at for key, at in source.layout.placements.items() if key.kind == "weight"}
+    wanted = {name: torch.zeros(at.shape, dtype=torch_dtype(at.dtype)) for name, at in keys.items()}
+    assert wanted
+    dcp.load({"model": wanted}, storage_reader=ds_reshard.dcp.Reader(folder))
+    return [name for name, one in wanted.items() if not one.equal(_rule(name, "weight", one.shape).to(one.dtype))]
+
+
+@pytest.mark.parametrize("harmed", [_harmed, _flipped])
 @pytest.mark.parametrize("form", ["buckets", "model_space", "torch"])
-def test_weights_alone_whatever_the_optimizer_is(saved: Saved, releases: Any, form: str, tmp_path: Path) -> None:
-    """A conversion, preflight and a load; with the optimizer each is refused."""
+def test_weights_alone_whatever_the_optimizer_is(
+    saved: Saved, releases: Any, form: str, harmed: Any, tmp_path: Path
+) -> None:
+    """A conversion, preflight, a reader and a load; with the optimizer each is refused."""
     folder, arguments = tmp_path / "saved", f"{DISTRIBUTED}{GATED}"
     shutil.copytree(saved("gated tp2 pp2", form), folder)
-    _harmed(folder, form)
+    harmed(folder, form)
     with pytest.raises(ReshardError):
         tools.convert(str(folder), str(tmp_path / "whole"), to="dcp")
     for name, at in (("sound", saved("gated tp2 pp2", form)), ("weights", folder)):
         tools.convert(str(at), str(tmp_path / name), to="safetensors")
     assert tools.diff(str(tmp_path / "sound"), str(tmp_path / "weights")).equal
+    assert _wrong_alone(str(folder)) == []
     alone, loader = f"{arguments}--no-load-optim ", "ds_reshard" if form == "torch" else "Megatron-LM"
     (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=alone, folder=str(folder), world=1)
     assert (said["loads"], said["loader"], said["faults"]) == (True, loader, []), said["faults"]
@@ -295,6 +326,7 @@ def test_masters_that_are_not_of_their_weights(saved: Saved, tmp_path: Path) -> 
         assert {fault.where for fault in error.value.faults} == wrong
     assert not (tmp_path / "out").exists()
     tools.convert(folder, str(tmp_path / "weights"), to="safetensors")
+    assert _wrong_alone(folder) == []
 
 
 @pytest.mark.parametrize(
