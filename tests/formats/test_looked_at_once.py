@@ -119,14 +119,10 @@ def test_what_was_read_is_dealt_out_to_buffers_in_one_look() -> None:
     taken: list[Any] = []
     inner = SimpleNamespace(param_groups=[{"params": [p.requires_grad_() for p in parameters]}])
     inner.load_state_dict = taken.append
-    live = SimpleNamespace(
-        buffers=[SimpleNamespace(fp32=parameter, group=0) for parameter in parameters],
-        groups=[{"params": parameters}],
-        replicated=True,
-        kind="torch",
-    )
+    live = SimpleNamespace(buffers=[SimpleNamespace(group=0) for _ in parameters], replicated=True, kind="torch")
     values = SimpleNamespace(scalars={}, groups={0: {"lr": 0.5}}, step=None, extras={})
-    adopt(SimpleNamespace(optimizer=inner), live, values, tensors)  # type: ignore[arg-type]
+    engine = SimpleNamespace(optimizer=inner, zero_optimization_stage=lambda: 0)
+    adopt(engine, live, values, tensors)  # type: ignore[arg-type]
     (state,) = taken
     assert {n: {k: v.tolist() for k, v in own.items()} for n, own in state["state"].items()} == {
         number: {"exp_avg": [number, number]} for number in range(_MANY)

@@ -16,8 +16,8 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.modules import tied_key
 from ds_reshard.formats.zero.shards import copy_fault
 from ds_reshard.formats.zero.stage0 import Named, same_sizes, with_order
+from ds_reshard.hosts.deepspeed.engine import Optimizer
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
@@ -76,7 +76,7 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
             yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
-def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid) -> Named:
+def ordered(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) -> Named:
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
@@ -87,7 +87,7 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
     return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
 
 
-def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:
+def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
     """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
 
     Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
