@@ -17,6 +17,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import in_order
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
+from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
@@ -79,11 +80,16 @@ def _checkpoint(names: list[str], shapes: dict[str, Any]) -> ZeroCheckpoint:
 def test_the_files_of_experts_ask_for_the_whole_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"moe.deepspeed_experts.{number}.weight" for number in range(_MANY)]
     made: list[int] = []
-    whole_tensors = target.whole_tensors
-    monkeypatch.setattr(target, "whole_tensors", lambda model: made.append(1) or whole_tensors(model))
-    writer = target.ModelTarget(checkpoint=_checkpoint(names, dict.fromkeys(names, (2, 2))), stage=2, dp=1, order=[])
+    make = target.new_tensor
+    monkeypatch.setattr(target, "new_tensor", lambda *of: made.append(1) or make(*of))
+    tensors = {
+        key: Held(shape=(2, 2), dtype=ElementType.BFLOAT16, origin=key)
+        for key in (TensorKey(name, "weight") for name in names)
+    }
+    saving = target.Saving(content=Content(folder="folder", ranks=1, tensors=tensors, facts=None))
+    writer = target.ModelTarget(saving=saving, stage=2, dp=1, order=[])
     assert len([writer.part(entries) for entries in writer.apart().values()]) == _MANY
-    assert len(made) == 1
+    assert len(made) == 2 * _MANY  # each in the module, and in its file
 
 
 def test_a_weight_that_is_not_stored_is_found_by_name() -> None:

@@ -42,10 +42,10 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3700),
     "execution": (("execution",), 2800),
     "containers": (("containers",), 6600),
-    "formats/zero": (("formats/zero",), 7300),
+    "formats/zero": (("formats/zero",), 7240),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6850),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6925),
     "other hosts": (("hosts",), 11220),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }

@@ -14,12 +14,15 @@ from typing import TypeVar
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.grid_target import of_rank, redivisions
+from ds_reshard.formats.zero.content import first_names, whole_tensors
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import experts_held, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.target import INFO, splits_of
+from ds_reshard.formats.zero.tensor_parallel import pattern_info
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
+from ds_reshard.model.records import new_tensor
 from ds_reshard.model.rules import Rule, given
 
 T = TypeVar("T")
@@ -156,16 +159,24 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     """With the shards of another number of tensor-parallel ranks, each part in equal shares."""
     if checkpoint.stage == 0:
         raise not_foreseen(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
-    with given(grid.row.rules):
-        found, faults = redivisions(checkpoint, grid.row.size)
+    model, splits = checkpoint.model, splits_of(checkpoint)
+    with given(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
+        found, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
     if faults:
         raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()}")
     uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
         raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
-    entries = {key: value for key, value in checkpoint.model.entries.items() if key != "universal_checkpoint_info"}
-    alone = replace(checkpoint, model=replace(checkpoint.model, entries=entries))  # which says how the saving run cut
-    return of_rank(alone, found, grid.row.size, grid.row.rank)
+    own, firsts = {name: division.shards[grid.row.rank] for name, division in found.items()}, first_names(model)
+    made = {name: new_tensor(name, own.get(name, one.shape), one.dtype) for name, one in whole_tensors(model).items()}
+    model = replace(
+        model,
+        entries={**model.entries, INFO: pattern_info(found)},
+        module={name: made.get(firsts[name], one) for name, one in model.module.items()},
+        param_shapes=tuple({name: own[name] for name in group} for group in model.param_shapes or ()),
+        frozen_shapes={name: own[name] for name in model.frozen_shapes},
+    )
+    return replace(checkpoint, model=model)
 
 
 def _experts(checkpoint: ZeroCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:

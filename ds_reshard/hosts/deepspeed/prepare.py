@@ -10,7 +10,6 @@ from math import prod
 
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
@@ -39,6 +38,7 @@ from ds_reshard.hosts.deepspeed.entries import (
     scalar,
 )
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
+from ds_reshard.hosts.deepspeed.foreign import SAME_BYTES
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load_targets import Wants, group_faults, state_faults, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
