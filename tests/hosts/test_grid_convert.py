@@ -195,9 +195,9 @@ def test_a_universal_checkpoint_of_a_grid_loads_into_another(
 
 def test_a_universal_checkpoint_of_a_grid_keeps_loss_scale_and_clipping(folders: Folders, tmp_path: Path) -> None:
     """In files of ranks and in another universal folder that are made of it."""
-    universal = converted(folders(AUTOTP), tmp_path / "universal", AUTOTP, "universal")
-    for to, name in (("universal", "zero/optimizer_state.pt"), ("zero1", "zero_pp_rank_0_mp_rank_00_optim_states.pt")):
-        (path,) = converted(universal, tmp_path / to, AUTOTP, to).rglob(name)
+    source = converted(folders(AUTOTP), tmp_path / "source", AUTOTP, "universal")
+    for to, name in (("universal", "optimizer_state.pt"), ("zero1", "zero_pp_rank_0_mp_rank_00_optim_states.pt")):
+        (path,) = converted(source, tmp_path / to, AUTOTP, to).rglob(name)
         saved = torch.load(path, weights_only=False)
         kept = saved.get("optimizer_state_dict", saved) if to == "zero1" else saved
         assert kept["clip_grad"] == 0.0 and kept["loss_scaler"].cur_scale == 1.0
