@@ -110,8 +110,7 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
             import deepspeed  # noqa: F401
 
-        from ds_reshard.hosts.deepspeed.coming_engine import by_flags
-        from ds_reshard.hosts.deepspeed.coming_model import factory_of
+        from ds_reshard.hosts.deepspeed.coming import by_flags, factory_of
         from ds_reshard.hosts.deepspeed.preflight import Coming, forecast
     except ImportError as error:
         mend = "run this in the job's own environment"

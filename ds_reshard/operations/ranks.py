@@ -35,26 +35,15 @@ T = TypeVar("T")
 _ONE_VERSION = "install the same version of ds_reshard on every node, and start again"
 
 
-class Place(NamedTuple):
-    """In place of a process group: a rank of a run that is foreseen, and how many there will be."""
-
-    rank: int
-    size: int
-
-
-def rank(group: ProcessGroup | Place | None = None) -> int:
+def rank(group: ProcessGroup | None = None) -> int:
     import torch.distributed as dist
 
-    if isinstance(group, Place):
-        return group.rank
     return dist.get_rank(group) if dist.is_available() and dist.is_initialized() else 0
 
 
-def world_size(group: ProcessGroup | Place | None = None) -> int:
+def world_size(group: ProcessGroup | None = None) -> int:
     import torch.distributed as dist
 
-    if isinstance(group, Place):
-        return group.size
     return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 

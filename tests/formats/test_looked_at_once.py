@@ -17,6 +17,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import in_order
 from ds_reshard.hosts.deepspeed.adopt import adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
+from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
@@ -79,11 +80,16 @@ def _checkpoint(names: list[str], shapes: dict[str, Any]) -> ZeroCheckpoint:
 def test_the_files_of_experts_ask_for_the_whole_tensors_once(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"moe.deepspeed_experts.{number}.weight" for number in range(_MANY)]
     made: list[int] = []
-    whole_tensors = target.whole_tensors
-    monkeypatch.setattr(target, "whole_tensors", lambda model: made.append(1) or whole_tensors(model))
-    writer = target.ModelTarget(checkpoint=_checkpoint(names, dict.fromkeys(names, (2, 2))), stage=2, dp=1, order=[])
+    make = target.new_tensor
+    monkeypatch.setattr(target, "new_tensor", lambda *of: made.append(1) or make(*of))
+    tensors = {
+        key: Held(shape=(2, 2), dtype=ElementType.BFLOAT16, origin=key)
+        for key in (TensorKey(name, "weight") for name in names)
+    }
+    saving = target.Saving(content=Content(folder="folder", ranks=1, tensors=tensors, facts=None))
+    writer = target.ModelTarget(saving=saving, stage=2, dp=1, order=[])
     assert len([writer.part(entries) for entries in writer.apart().values()]) == _MANY
-    assert len(made) == 1
+    assert len(made) == 2 * _MANY  # each in the module, and in its file
 
 
 def test_a_weight_that_is_not_stored_is_found_by_name() -> None:
@@ -119,14 +125,10 @@ def test_what_was_read_is_dealt_out_to_buffers_in_one_look() -> None:
     taken: list[Any] = []
     inner = SimpleNamespace(param_groups=[{"params": [p.requires_grad_() for p in parameters]}])
     inner.load_state_dict = taken.append
-    live = SimpleNamespace(
-        buffers=[SimpleNamespace(fp32=parameter, group=0) for parameter in parameters],
-        groups=[{"params": parameters}],
-        replicated=True,
-        kind="torch",
-    )
+    live = SimpleNamespace(buffers=[SimpleNamespace(group=0) for _ in parameters], replicated=True, kind="torch")
     values = SimpleNamespace(scalars={}, groups={0: {"lr": 0.5}}, step=None, extras={})
-    adopt(SimpleNamespace(optimizer=inner), live, values, tensors)  # type: ignore[arg-type]
+    engine = SimpleNamespace(optimizer=inner, zero_optimization_stage=lambda: 0)
+    adopt(engine, live, values, tensors)  # type: ignore[arg-type]
     (state,) = taken
     assert {n: {k: v.tolist() for k, v in own.items()} for n, own in state["state"].items()} == {
         number: {"exp_avg": [number, number]} for number in range(_MANY)

@@ -107,9 +107,9 @@ PLANS: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 
 def _flat(engine: Any) -> torch.Tensor:
-    from ds_reshard.hosts.deepspeed.live import live_optimizer
+    from ds_reshard.hosts.deepspeed.engine import masters_of
 
-    return live_optimizer(engine).buffers[0].fp32
+    return masters_of(engine)[0]
 
 
 def _state(engine: Any, kind: str) -> torch.Tensor:

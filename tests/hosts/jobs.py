@@ -596,7 +596,7 @@ def break_rank_1(fault: str) -> Any:
         "another folder": (os, "stat"),
         "crash": (prepare, "plan_of"),
         "crash in settings": (load, "parse_settings"),
-        "crash in live": (load, "live_optimizer"),
+        "crash in live": (load, "run_of"),
         "crash in check": (load, "Index"),
         "crash in adopt": (move, "adopt"),
         "crash in client": (load, "client_entries"),

@@ -193,6 +193,16 @@ def test_a_universal_checkpoint_of_a_grid_loads_into_another(
         assert (rank["steps"], rank["global_steps"], rank["note"]) == ([1.0], 1, 7)
 
 
+def test_a_universal_checkpoint_of_a_grid_keeps_loss_scale_and_clipping(folders: Folders, tmp_path: Path) -> None:
+    """In files of ranks and in another universal folder that are made of it."""
+    source = converted(folders(AUTOTP), tmp_path / "source", AUTOTP, "universal")
+    for to, name in (("universal", "optimizer_state.pt"), ("zero1", "zero_pp_rank_0_mp_rank_00_optim_states.pt")):
+        (path,) = converted(source, tmp_path / to, AUTOTP, to).rglob(name)
+        saved = torch.load(path, weights_only=False)
+        kept = saved.get("optimizer_state_dict", saved) if to == "zero1" else saved
+        assert kept["clip_grad"] == 0.0 and kept["loss_scaler"].cur_scale == 1.0
+
+
 def test_experts_of_a_universal_checkpoint_are_no_other_ranks(worlds: Any, folders: Folders, tmp_path: Path) -> None:
     """DeepSpeed would give each expert-parallel rank the first ones; it stops."""
     out = converted(folders(MOE), tmp_path / "out", MOE, "universal")

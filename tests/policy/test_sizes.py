@@ -39,13 +39,13 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3580),
+    "model, planning": (("model", "planning"), 3700),
     "execution": (("execution",), 2800),
     "containers": (("containers",), 6600),
-    "formats/zero": (("formats/zero",), 7310),
+    "formats/zero": (("formats/zero",), 7240),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6835),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6925),
     "other hosts": (("hosts",), 11220),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }

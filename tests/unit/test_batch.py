@@ -9,7 +9,7 @@ import pytest
 import ds_reshard
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.flat import in_turn
-from ds_reshard.hosts.deepspeed.coming_engine import parsed
+from ds_reshard.hosts.deepspeed.coming import parsed
 
 MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 

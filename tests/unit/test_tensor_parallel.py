@@ -25,7 +25,8 @@ from ds_reshard.formats.zero.tensor_parallel import (
     redivided,
     uncovered,
 )
-from ds_reshard.hosts.deepspeed.divided import run_shares, told_by_parameters
+from ds_reshard.hosts.deepspeed.divided import run_shares
+from ds_reshard.hosts.deepspeed.engine import module_of, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.rules import Rule, rule_faults, rules_in
@@ -231,10 +232,6 @@ def test_what_autotp_has_not_named_goes_by_its_release():
     }
 
 
-def engine_of(module):
-    return SimpleNamespace(module=module, _config=SimpleNamespace(_param_dict={}))
-
-
 def test_attributes_of_parameters_tell_what_they_can():
     """As Megatron sets them: a stride of one along dimension 0 is on SwiGLU's two halves too."""
     module = torch.nn.Module()
@@ -242,7 +239,7 @@ def test_attributes_of_parameters_tell_what_they_can():
         parameter = torch.nn.Parameter(torch.zeros(4, 6))
         parameter.tensor_model_parallel, parameter.partition_dim, parameter.partition_stride = dim >= 0, dim, stride
         module.register_parameter(name, parameter)
-    live = told_by_parameters(engine_of(module), Row(2, 0)).live
+    live = told_by_parameters(module, Row(2, 0), autotp=False).live
     shapes = dict.fromkeys(("norm", "row", "gate_up", "column", "other"), [(4, 6)] * 2)
     found, unknown = divisions(shapes, Evidence(live=live), [])
     assert {name: (one.replicated, one.dim, one.sizes) for name, one in found.items()} == {
@@ -353,11 +350,11 @@ def test_a_run_that_says_its_shards_overlap_is_refused():
     entry = affine_map(numpy.zeros((4, 6)), 0, [[2, 2]])
     module = torch.nn.Module()
     module.w = torch.nn.Parameter(torch.zeros(2, 6))
-    module.universal_checkpoint_info = {"affine_map": {"version": 1, "params": {"w": entry}}}
-    engine, grid = engine_of(module), LiveGrid(row=Row(2, 0))
-    assert run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1] == []
+    info, grid = {"affine_map": {"version": 1, "params": {"w": entry}}}, LiveGrid(row=Row(2, 0))
+    run = SimpleNamespace(info=info, grid=grid, module=module_of(module, grid), shard_sizes={"w": {}}, autotp=False)
+    assert run_shares(run, SimpleNamespace(rows=(1,)))[1] == []
     entry["ranks"][1]["pieces"] = entry["ranks"][0]["pieces"]
-    found = [fault.line() for fault in run_shares(engine, grid, SimpleNamespace(rows=(1,)))[1]]
+    found = [fault.line() for fault in run_shares(run, SimpleNamespace(rows=(1,)))[1]]
     assert len(found) == 1
     assert "parameter w: is said to have parts that do not make the whole" in found[0]
 

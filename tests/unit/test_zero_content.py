@@ -7,9 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ds_reshard.formats.zero.content import SAME_BYTES, as_zero, optimizer_faults, read_as_zero
+from ds_reshard.formats.zero.content import optimizer_faults
 from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.model_states import Kept
+from ds_reshard.formats.zero.target import Saving
+from ds_reshard.hosts.deepspeed.foreign import SAME_BYTES, read_as_zero
 from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, TensorKey
@@ -46,14 +48,14 @@ def content() -> Content:
 
 def test_a_content_becomes_the_entries_of_a_model_file() -> None:
     """The steps of the parameter that was stepped most, sizes, frozen weights, tied names."""
-    zero = as_zero(content())
-    entries = zero.model.entries
-    assert (entries["global_steps"], entries["dp_world_size"], zero.dp) == (9, 3, 3)
+    saving = Saving(content=content())
+    entries, module = saving.entries, saving.module(None)
+    assert (entries["global_steps"], entries["dp_world_size"], saving.dp) == (9, 3, 3)
     config = entries["ds_config"]
     assert isinstance(config, dict) and config["train_batch_size"] == 12
-    assert zero.model.frozen_shapes == {"frozen": (4,)}
-    assert zero.model.module["again"] is zero.model.module["one"]
-    assert zero.model.param_shapes == ({"one": (2, 3)}, {"two": (2, 3)})
+    assert saving.frozen == {"frozen": ((4,), FP32)}
+    assert module["again"] is module["one"]
+    assert saving.trained == {"one": (2, 3), "two": (2, 3)}
 
 
 def test_a_master_is_looked_for_where_its_weight_lies() -> None:

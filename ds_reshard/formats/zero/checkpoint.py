@@ -116,8 +116,8 @@ class ZeroCheckpoint:
     was cut. With `masters_in_module` (fp32 training
     at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
     the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
-    says that it was made of a checkpoint of another format. `uncut` has a fault for each state of stage 0 that follows
-    no parameter, by the state's name. Copies of the next tensor-parallel rank are numbered from `copy_stride` on.
+    says that it was made of a checkpoint of another format. `uncut` are states of stage 0 that follow no parameter.
+    Copies of the next tensor-parallel rank are numbered from `copy_stride` on.
     """
 
     listing: Listing
@@ -136,7 +136,7 @@ class ZeroCheckpoint:
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     layers: Mapping[str, Mapping[str, TensorKey]] | None = None
-    uncut: Mapping[str, list[Fault]] = field(default_factory=dict)
+    uncut: tuple[Fault, ...] = ()
     copy_stride: int = 1
 
     @property

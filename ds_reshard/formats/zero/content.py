@@ -1,50 +1,42 @@
-"""A ZeRO or universal checkpoint as the content that any format takes, and any content as a ZeRO checkpoint.
+"""A ZeRO or universal checkpoint as the content that any format takes, and what a content lacks for DeepSpeed.
 
 The entries of the model file are those of `_common_checkpoint_state` (deepspeed/runtime/engine.py, 0.19.8).
 """
 
 from __future__ import annotations
 
-import re
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
-from math import isfinite
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.flat import by_key, whole
-from ds_reshard.formats.zero.grid_target import said_of_all
-from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.formats.zero.modules import layer_files
-from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.target import first_names, group_order, lacking_of, quantized_faults, whole_tensors
-from ds_reshard.formats.zero.tensor_parallel import Division
+from ds_reshard.formats.zero.checkpoint import GridColumn, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.flat import turned_back
+from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
+from ds_reshard.formats.zero.modules import by_number
+from ds_reshard.formats.zero.optim_states import read_optim_states
+from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, exact_number
-from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.model.records import ElementType, new_tensor
-from ds_reshard.model.rules import given, rules_given
+from ds_reshard.model.facts import ScalarTensor, canonical, exact_number
+from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
+from ds_reshard.model.region import Shape
 
 # What follows from the layout, and the saved configuration, which the coming run's replaces.
-_UNSET = ("optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
+UNSET = ("optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 LAYOUT_ENTRIES = frozenset(
-    {*_UNSET, "module", "buffer_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
+    {*UNSET, "module", "buffer_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
     | {"ds_config", "ds_version", "universal_checkpoint_info"}
 )
-VERSION = "0.19.8"
-"""The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
-SAME_BYTES = "masters\0"
-_SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
 
 
-def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Content:
+def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: bool = False) -> Content:
     """All of it; its `faults` say what its optimizer lacks. Raises UnsupportedLayout for weights that cannot be read.
 
-    `weights_alone` asks for no optimizer, unless its files alone hold the weights.
+    `weights_alone` asks for no optimizer, unless its files alone hold the weights; `own` is for files that go on from
+    the checkpoint's, and take over as they are those of its weights that do not lie row-major.
     """
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
-    raise_faults(quantized_faults(model), subject=f"converting {checkpoint.listing.folder}")
+    raise_faults(quantized_faults(model) if not own else (), subject=f"converting {checkpoint.listing.folder}")
     lacking = () if facts is None and weights_alone else tuple(lacking_of(checkpoint))
     tensors: dict[TensorKey, Held] = {}
     unsaved = _unsaved(checkpoint)
@@ -57,7 +49,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False) -> Co
     mend = "load it in a run, and save contiguous tensors there"
     strided = sorted(set(firsts.values()) - {key.name for key in tensors})
     faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
-    raise_faults(faults, subject=f"converting {checkpoint.listing.folder}")
+    raise_faults(faults if not own else (), subject=f"converting {checkpoint.listing.folder}")
     order = group_order(checkpoint) if facts is not None else []
     for group in order if not model.lagging else ():  # whose masters are not those of the weights
         for name in group:
@@ -104,135 +96,6 @@ def _unsaved(checkpoint: ZeroCheckpoint) -> list[str]:
     known = {*model.trainable, *model.frozen_shapes, *model.buffer_names, *model.shared}
     module = model.module.items() if checkpoint.listing.partitioned_model else ()
     return sorted(name for name, tensor in module if not tensor.numel and name not in known)
-
-
-def as_zero(content: Content) -> ZeroCheckpoint:
-    """The content as DeepSpeed would have saved it with torch's own optimizer; its tensors lie in no file.
-
-    `optimizer_faults` says what a content lacks whose optimizer is wanted. One that was made of DeepSpeed's own files
-    keeps what they say of the run and of its optimizer: configuration, version, loss scale.
-    """
-    facts, weights = content.facts, content.weights
-    home = content.home if isinstance(content.home, ZeroCheckpoint) else None
-    divided = _divided(content, home) if home is not None else {}
-    groups = tuple(map(_plain_group, facts.groups)) if facts is not None else ()
-    module = OrderedDict((name, new_tensor(f"module/{name}", held.shape, held.dtype)) for name, held in weights.items())
-    module.update((name, module[first]) for name, first in content.tied.items())
-    module.update({name: content.records[name] for name in content.buffers if name in content.records})
-    apart = {*content.trained, *content.buffers, *content.tied}
-    placements = [
-        whole(key.name, key.kind, held.shape, held.dtype, family="content", buffer=f"{key.kind}/{key.name}")
-        for key, held in content.tensors.items()
-    ]
-    model = ModelStates(
-        path=content.folder,
-        module=module,
-        objects={},
-        buffer_names=content.buffers,
-        shared=dict(content.tied),
-        entries={**_entries(content, module, home), **_kept(home)},
-        param_shapes=tuple({name: weights[name].shape for name in group.members if name in weights} for group in groups)
-        if facts is not None
-        else None,
-        frozen_shapes={name: held.shape for name, held in weights.items() if name not in apart} if facts else {},
-        frozen_fragments={},
-        dp=content.ranks or 1,
-        version=home.model.version if home is not None else VERSION,
-    )
-    prefix = home.listing.optim_prefix if home is not None else ""
-    return ZeroCheckpoint(
-        listing=Listing(folder=content.folder, nbytes={}, optim_prefix=prefix),
-        model=model,
-        optim=home.optim if home is not None else None,
-        layers=layer_files(home)
-        if home is not None and home.stages and home.model.module.keys() == module.keys()
-        else None,
-        divided=divided,
-        facts=facts and OptimizerFacts(groups=groups, scalars=facts.scalars),
-        layout=Layout(by_key(placements), {"content": 1}),
-    )
-
-
-def _divided(content: Content, home: ZeroCheckpoint) -> dict[str, Division]:
-    """How tensors were divided, by their names here. What one rank had whole patterns tell, where no rule does."""
-    with given(()):  # the rules are of the names here
-        said = said_of_all(home)
-    rules = () if home.divided else rules_given()
-    return {
-        key.name: said[held.origin.name]
-        for key, held in content.tensors.items()
-        if held.origin.name in said and not any(re.fullmatch(rule.parameters, key.name) for rule in rules)
-    }
-
-
-def _kept(home: ZeroCheckpoint | None) -> dict[str, object]:
-    """The entries of a run of DeepSpeed that follow from its configuration."""
-    entries = home.model.entries if home is not None else {}
-    return {key: entries[key] for key in ("ds_config", "ds_version") if key in entries}
-
-
-def read_as_zero(content: Content, layout: Layout, files: Mapping[str, int]) -> ZeroCheckpoint:
-    """The content as a ZeRO checkpoint whose tensors lie where those of the source do, in its `layout` and `files`.
-
-    A weight that is its own master is two tensors of the same bytes: the master's family is the weight's, with
-    SAME_BYTES before its name.
-    """
-    placements, shards = {}, dict(layout.shards)
-    for key, held in content.tensors.items():
-        place = layout[held.origin]
-        family = place.family
-        if key.kind == MASTER and held.origin.kind == WEIGHT:
-            family = f"{SAME_BYTES}{place.family}"
-            shards[family] = shards[place.family]
-        tiles = tuple(tile._replace(key=key, family=family) for tile in place.tiles)
-        placements[key] = place._replace(key=key, family=family, tiles=tiles)
-    return replace(
-        as_zero(content),
-        listing=Listing(folder=content.folder, nbytes=files),
-        layout=Layout(placements, shards),
-        foreign=True,
-    )
-
-
-def _plain_group(group: GroupFacts) -> GroupFacts:
-    """Hyper-parameters that were kept as small tensors are numbers to DeepSpeed; `optimizer_faults` has all others."""
-    values = {
-        name: exact_number(value) if isinstance(value, ScalarTensor) else value
-        for name, value in (group.hyperparameters or {}).items()
-    }
-    return GroupFacts(members=group.members, hyperparameters=values)
-
-
-def _entries(content: Content, module: Mapping[str, object], home: ZeroCheckpoint | None) -> dict[str, object]:
-    """The entries of a model file; the steps that are not told are those of the optimizer.
-
-    Without `global_samples` DeepSpeed counts them from the steps itself (`_load_checkpoint`, engine.py).
-    """
-    types = {held.dtype for name, held in content.weights.items() if name in content.trained}
-    config: dict[str, object] = {name: {"enabled": True} for dtype, name in _SIXTEEN.items() if dtype in types}
-    if content.batch_size is not None:
-        config["train_batch_size"] = content.batch_size
-    scalars = content.facts.scalars.values() if content.facts is not None else ()
-    found = [states["step"] for states in scalars if "step" in states]
-    steps = [exact_number(step) if isinstance(step, ScalarTensor) else step for step in found]
-    usual: dict[str, object] = {
-        **dict.fromkeys((*_UNSET, "lr_scheduler", "data_sampler", "random_ltd")),
-        **({"sparse_tensor_module_names": set()} if home is None else {}),  # which loaders before 0.15 want
-        "skipped_steps": 0,
-        "global_steps": int(
-            max((step for step in steps if isinstance(step, int | float) and isfinite(step)), default=0)
-        ),
-    }
-    return {
-        **usual,
-        **content.entries,
-        "module": module,
-        "buffer_names": sorted(content.buffers),
-        "dp_world_size": content.ranks or 1,
-        "mp_world_size": 1,
-        "ds_config": config,
-        "ds_version": VERSION,
-    }
 
 
 def optimizer_faults(content: Content) -> Iterator[Fault]:
@@ -312,3 +175,146 @@ def _state_faults(content: Content) -> Iterator[Fault]:
 
 def _fault(where: str, what: str, mend: str) -> Fault:
     return UnsupportedLayout.fault(where, what, mend=mend)
+
+
+def first_names(model: ModelStates) -> dict[str, str]:
+    """The first name of each of the module's tensors that was saved: tied ones are saved as one view of one storage."""
+    seen: dict[tuple[object, ...], str] = {}
+    names = {}
+    for name, tensor in model.module.items():
+        place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
+        first = seen.setdefault(place, name) if tensor.numel else name
+        owner = model.shared.get(name, first)
+        names[name] = owner if owner in model.module else first
+    return names
+
+
+def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
+    """Every tensor of a whole module under its first name, in a storage of its own.
+
+    Left out are those that do not lie row-major in the file.
+    """
+    shapes = {**model.trainable, **model.frozen_shapes}
+    made = {}
+    for name, first in first_names(model).items():
+        tensor = model.module[name]
+        kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
+        if name == first and (tensor.contiguous or kept_in_pieces):
+            shape = shapes[name] if kept_in_pieces else tensor.shape
+            made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
+    return made
+
+
+def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
+    """The trainable parameters of each param group as the optimizer was given them.
+
+    With `round_robin_gradients` the flat buffers hold them in another order (`_round_robin_reorder`,
+    deepspeed/runtime/zero/stage_1_and_2.py), which is undone here.
+    """
+    assert checkpoint.facts is not None
+    shapes = checkpoint.model.trainable
+    order = [list(group.members) for group in checkpoint.facts.groups]
+    if dealt_in_turn(checkpoint):
+        order = [turned_back(members, checkpoint.dp) for members in order]
+    return [{name: shapes[name] for name in members} for members in order]
+
+
+def dealt_in_turn(checkpoint: ZeroCheckpoint) -> bool:
+    """Whether flat buffers are in the order of `round_robin_gradients`, which stages 1 and 2 alone know.
+
+    The JSON is not saved where DeepSpeed was given its path. The optimizer files then tell: they list what each rank
+    has as its param groups do (`_create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8).
+    """
+    if checkpoint.kind != "zero" or checkpoint.dp == 1 or not checkpoint.columns:  # of a content, which is in order
+        return False
+    if isinstance(checkpoint.model.entries.get("ds_config"), dict):
+        return section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
+    return any(_listed_otherwise(checkpoint, column) for column in checkpoint.columns)
+
+
+def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
+    """Whether the second parameter of a flat buffer is another than its param group's: any such order shows there."""
+    shapes = {buffer.number: buffer.shapes for buffer in column.buffers}
+    listed: dict[int, list[str]] = {number: [] for number in shapes}
+    for name in column.files:
+        if all(len(names) >= min(2, len(shapes[number])) for number, names in listed.items()):
+            break
+        said = checkpoint.listing.read(name, read_optim_states).entries.get("param_slice_mappings")
+        for number, names in listed.items():
+            mapping = said[number] if isinstance(said, list) and number < len(said) else {}
+            own = mapping if isinstance(mapping, dict) else {}
+            names += (one for one in map(str, own) if one in shapes[number] and one not in names)
+    return any(names[:2] != list(shapes[number])[: len(names[:2])] for number, names in listed.items())
+
+
+def quantized_faults(model: ModelStates) -> Iterator[Fault]:
+    mend = "save with exclude_frozen_parameters=True"
+    return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
+
+
+def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """What a checkpoint lacks of an optimizer that another layout or format could go on with."""
+    folder = checkpoint.listing.folder
+    if checkpoint.facts is None:
+        yield UnsupportedLayout.fault(
+            folder,
+            "holds an optimizer that names no parameter (ZeRO stage 0), or none",
+            "a checkpoint of stage 1 to 3, or a universal one",
+            f"stage {checkpoint.stage}",
+            mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
+        )
+        return
+    if any(group.hyperparameters is None for group in checkpoint.facts.groups):
+        yield UnsupportedLayout.fault(
+            folder,
+            "holds no param groups (elastic_checkpoint)",
+            "learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
+            "none",
+            mend="load it in a run with import ds_reshard.auto, and save there",
+        )
+    if checkpoint.universal is not None:
+        yield from _left_out(checkpoint.universal)
+    if checkpoint.model.lagging:
+        yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
+    said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
+    partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
+    if checkpoint.kind == "zero" and not said and any(any(partition.alignment or ()) for partition in partitions):
+        yield UnsupportedLayout.fault(
+            folder,
+            "has gaps between parameters (parameter_alignment) and no DeepSpeed JSON, as DeepSpeed was given its path: "
+            "nothing tells whether they were dealt out in turn (round_robin_gradients)",
+            mend="load it in a run with import ds_reshard.auto, and save there",
+        )
+    if checkpoint.of_grid:
+        yield from _disordered(checkpoint)
+    for number, partition in enumerate(partitions):
+        for name, why in partition.unfollowed.items():
+            yield UnsupportedLayout.fault(
+                f"state {name!r} of partition {number}",
+                f"is neither one value nor one for each element ({why}): no other layout has a place for it",
+                mend="resume with the layout that was saved",
+            )
+
+
+def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """Where flat buffers of a grid do not tell the order of the whole model's: DeepSpeed fills them by places alone."""
+    folder, mend = checkpoint.listing.folder, "load it in a run with import ds_reshard.auto, and save there"
+    if dealt_in_turn(checkpoint):
+        what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
+        yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
+    held = [list(buffer.shapes) for column in checkpoint.columns for buffer in column.buffers]
+    if checkpoint.listing.experts and any(names != by_number(names) for names in held):
+        what = "has experts in another order than that of layers and numbers"
+        yield UnsupportedLayout.fault(folder, what, "each layer's, one after another", "others", mend=mend)
+
+
+def _left_out(universal: UniversalStates) -> Iterator[Fault]:
+    """States that ds_to_universal has left out, or may have: it carries over those of Adam, and says nothing."""
+    yield from universal.incomplete
+    for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
+        if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
+            yield UnsupportedLayout.fault(
+                f"{universal.common.path}: param group {number}",
+                "is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
+                mend="convert the ZeRO checkpoint that it was made from",
+            )

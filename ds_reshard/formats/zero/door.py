@@ -9,7 +9,7 @@ from functools import cached_property
 from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, as_zero, content_of, optimizer_faults
+from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, content_of, optimizer_faults, quantized_faults
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage, dealt_out, ep_of
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
@@ -20,7 +20,7 @@ from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.shards import ZeroShards, compare_prints, compare_signatures, copy_fault
 from ds_reshard.formats.zero.stage0 import masters as saved_masters
 from ds_reshard.formats.zero.stage0 import states, torch_optimizer
-from ds_reshard.formats.zero.target import DATA_FIRST, data_first
+from ds_reshard.formats.zero.target import DATA_FIRST, Saving
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
@@ -141,7 +141,12 @@ class OpenedZero(Checkpoint):
         experts = any(expert_of(name) is not None for name in self.zero.model.trainable)
         if self.zero.of_grid or experts or asked.names is not None:
             return None  # a plain module's files are another format to a grid's, and to those of one of other names
-        return _target(self.zero, asked, like, self._first[0]) if asked.to in WRITES else None
+        if asked.to not in WRITES:
+            return None
+        content = content_of(self.zero, own=True)
+        faults = [*content.faults, *quantized_faults(self.zero.model)]
+        raise_faults(faults, subject=f"converting {self.folder} to {asked.to}")
+        return _target(Saving(content=content, own=self._first[0]), asked, like)
 
     def open_all(self) -> None:
         for rank in self.zero.listing.model:
@@ -252,18 +257,17 @@ def _unwritten(content: Content, to: str) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(content.folder, what, mend=mend)
 
 
-def _of_stages(content: Content, zero: ZeroCheckpoint) -> Iterator[Fault]:
+def _of_stages(saving: Saving) -> Iterator[Fault]:
     """Where the flat buffers of stages do not tell the order of one stage's: DeepSpeed fills them by places alone.
 
     And where there are no files of layers, which tell what is in them: ds_to_universal copies none.
     """
-    home = content.home
-    if not zero.layers:
+    content, home = saving.content, saving.home
+    if not saving.layers:
         what = "has no files of layers, which a PipelineModule loads: ds_to_universal copies none"
         mend = "--like a folder that the coming run has saved, or --names for those of a plain module"
         yield UnsupportedLayout.fault(content.folder, what, "layer_00-model_00-model_states.pt", "none", mend=mend)
-    columns = home.columns if isinstance(home, ZeroCheckpoint) else ()
-    held = [list(buffer.shapes) for column in columns for buffer in column.buffers]
+    held = [list(buffer.shapes) for column in (home.columns if home is not None else ()) for buffer in column.buffers]
     if any(names != ties_first(names) for names in held):
         what, mend = "has its parameters in another order than its module", "load it in a run, and save there"
         yield UnsupportedLayout.fault(content.folder, what, "tied modules first", "others", mend=mend)
@@ -339,15 +343,13 @@ def _steps(found: Survey) -> Iterator[Fault]:
                 )
 
 
-def _target(
-    checkpoint: ZeroCheckpoint, asked: Asked, like: Checkpoint | None = None, shards: ZeroShards | None = None
-) -> Target:
+def _target(saving: Saving, asked: Asked, like: Checkpoint | None) -> Target:
     if asked.to == UNIVERSAL:
-        return universal_target(checkpoint)
-    if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in checkpoint.model.trainable):
+        return universal_target(saving)
+    if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in saving.trained):
         raise ConfigError(f"--ep {asked.ep}: no parameter is an expert of deepspeed.moe; leave it out")
     shown = like.zero if isinstance(like, OpenedZero) else None
-    dp = asked.dp or (shown or checkpoint).dp
+    dp = asked.dp or (shown.dp if shown is not None else saving.dp)
     if shown is not None and shown.listing.experts:
         like = shown = None  # its param groups were taken already
     if (like is not None and shown is None) or asked.pp not in (None, shown.grid.pp if shown is not None else 1):
@@ -356,7 +358,7 @@ def _target(
     tp = asked.tp or (shown.grid.tp if shown is not None else 1)
     if shown is not None and shown.grid.tp not in (1, tp):
         raise ConfigError(f"--tp {tp}: --like shows {shown.grid.tp} tensor-parallel ranks; leave out --tp, or --like")
-    return zero_target(checkpoint, asked.to, dp, tp=tp, like=shown, sub_group_size=asked.sub_group_size, shards=shards)
+    return zero_target(saving, asked.to, dp, tp=tp, like=shown, most=asked.sub_group_size)
 
 
 def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
@@ -370,24 +372,13 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     raise_faults([*optimizer_faults(content), *_unwritten(content, asked.to)], subject=subject)
     shown = like.zero if isinstance(like, OpenedZero) and like.zero.listing.experts else None
     content = _of_experts(content, asked, shown, subject)
-    zero = _in_order_of(as_zero(content), shown)
-    stages = zero.layers is not None and asked.to in ("zero1", "bf16") and like is None
-    raise_faults(list(_of_stages(content, zero)) if stages else [], subject=subject)
-    target = _target(zero, asked, like)
-    target = replace(target, wants={key: content.tensors[wanted].origin for key, wanted in target.wants.items()})
-    pointers = dict.fromkeys(target.pointers, content.tag)
-    return replace(
-        target,
-        folder=content.tag,
-        pointers=pointers,
-        notes=(
-            *target.notes,
-            *([_ONE_STAGE] if stages else ()),
-            *_frozen(zero, asked),
-            *_unscaled(zero, asked),
-            *_said(content),
-        ),
-    )
+    in_order = bool(shown.model.config.get(DATA_FIRST)) if shown is not None else None
+    saving = Saving(content=content, data_first=in_order)
+    stages = saving.layers is not None and asked.to in ("zero1", "bf16") and like is None
+    raise_faults(list(_of_stages(saving)) if stages else [], subject=subject)
+    target = _target(saving, asked, like)
+    notes = (*([_ONE_STAGE] if stages else ()), *_frozen(saving, asked), *_unscaled(saving, asked), *_said(content))
+    return replace(target, notes=(*target.notes, *notes))
 
 
 def _of_experts(content: Content, asked: Asked, shown: ZeroCheckpoint | None, subject: str) -> Content:
@@ -404,35 +395,26 @@ def _of_experts(content: Content, asked: Asked, shown: ZeroCheckpoint | None, su
     return made
 
 
-def _in_order_of(zero: ZeroCheckpoint, shown: ZeroCheckpoint | None) -> ZeroCheckpoint:
-    """The checkpoint of a run whose ranks have the experts in the order that another shows."""
-    if shown is None or data_first(zero) == data_first(shown):
-        return zero
-    config = {**zero.model.config, DATA_FIRST: data_first(shown)}
-    return replace(zero, model=replace(zero.model, entries={**zero.model.entries, "ds_config": config}))
-
-
 _ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
 
 
-def _unscaled(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:
+def _unscaled(saving: Saving, asked: Asked) -> Iterator[str]:
     """What stage 3, which takes over any loss scale that it finds, and stops without one, does to a run in fp16."""
-    known = "loss_scaler" in checkpoint.optimizer_entries or checkpoint.model.in_bf16
-    if asked.to == "zero3" and not known:
+    if asked.to == "zero3" and "loss_scaler" not in saving.scaling:
         yield (
             "no loss scale was saved, and 1 is written: a run in fp16 at stage 3 goes on unscaled where DeepSpeed "
             "alone loads it. --to zero2, or import ds_reshard.auto in the run, keeps the run's own"
         )
 
 
-def _frozen(checkpoint: ZeroCheckpoint, asked: Asked) -> Iterator[str]:
+def _frozen(saving: Saving, asked: Asked) -> Iterator[str]:
     """What stage 3 is told of weights of which no file says whether they are frozen parameters or buffers.
 
     Tried with DeepSpeed 0.19.8: its stages 1 and 2 load either from the whole tensor in the module. Its stage 3 wants a
     buffer whole and a frozen parameter as a placeholder beside its fragments; either stops at the other's shape, in
     `load_module_state_dict` (engine.py), so no file is right for both. Nothing goes wrong without a word.
     """
-    names = sorted(checkpoint.model.frozen_shapes)
+    names = sorted(saving.frozen)
     if asked.to == "zero3" and names:
         yield (
             f"in no param group, and written as frozen parameters: {', '.join(names[:8])}"

@@ -212,12 +212,11 @@ def sliced(name: str, shape: Shape, dtype: ElementType, ranks: int, *, family: s
     return Placement(TensorKey(name, "weight"), shape, dtype, family, buffer, cut, Box.whole(shape))
 
 
-def in_one_shard(origin: Placement, shard: int, *, family: str, buffer: str) -> Placement:
+def in_one_shard(key: TensorKey, shape: Shape, dtype: ElementType, shard: int, *, family: str) -> Placement:
     """The whole tensor in a buffer of its own, which one shard of the family has."""
-    numel = max(1, prod(origin.shape))
+    numel = max(1, prod(shape))
     cut = Cut(chunk=numel, phase=shard * numel)
-    key = TensorKey(origin.key.name, origin.key.kind)
-    return Placement(key, origin.shape, origin.dtype, family, buffer, cut, Box.whole(origin.shape))
+    return Placement(key, shape, dtype, family, f"{key.kind}/{key.name}", cut, Box.whole(shape))
 
 
 Placed = tuple[Placement, tuple[Part, ...] | None]

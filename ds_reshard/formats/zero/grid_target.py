@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from math import prod
 from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip_writer import Pickled, pickled
@@ -23,38 +22,16 @@ from ds_reshard.formats.zero.flat import by_key
 from ds_reshard.formats.zero.groups import AS_SAVED
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.modules import expert_of, layer_files, tied_key, ties_first
-from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.target import (
-    UNIVERSAL_INFO,
-    ModelTarget,
-    OptimizerTarget,
-    first_names,
-    group_order,
-    make_buffers,
-    refuse_source,
-    whole_tensors,
-)
-from ds_reshard.formats.zero.tensor_parallel import (
-    NO_EVIDENCE,
-    Division,
-    Misfit,
-    divisions,
-    evidence_of,
-    pattern_info,
-    redivided,
-    unknown_faults,
-    unnamed,
-)
+from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, OptimizerTarget, Saving, make_buffers
+from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info, unnamed
 from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
 from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey, in_parts
-from ds_reshard.model.records import ElementType, new_tensor
-from ds_reshard.model.region import Box
-from ds_reshard.model.rules import rules_given
+from ds_reshard.model.region import Box, Shape
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
 FORMATS = {"zero1": ("zero", 1), "zero2": ("zero", 2), "zero3": ("zero3", 3), "bf16": ("bf16", 1)}
-_INFO, _SIZES = "universal_checkpoint_info", "checkpoint_parallel_dimensions"
+_SIZES = "checkpoint_parallel_dimensions"
 _SUB_GROUP_NUMEL = 10**9  # SUB_GROUP_SIZE of deepspeed/runtime/zero/config.py, 0.19.8
 
 
@@ -78,171 +55,112 @@ def _moved(placement: Placement, first: int) -> Placement:
     return placement._replace(cut=cut, replicated=False) if first or placement.replicated else placement
 
 
+class _Stage(NamedTuple):
+    """What the files of one stage have: param groups, layers, and entries that are not those of a single rank's."""
+
+    groups: tuple[GroupFacts, ...]
+    layers: Mapping[str, Mapping[str, TensorKey]] | None
+    entries: Mapping[str, object]
+
+
 def zero_target(
-    checkpoint: ZeroCheckpoint,
-    kind: str,
-    dp: int,
-    *,
-    tp: int = 1,
-    like: ZeroCheckpoint | None = None,
-    sub_group_size: int | None = None,
-    shards: ZeroShards | None = None,
+    saving: Saving, kind: str, dp: int, *, tp: int = 1, like: ZeroCheckpoint | None = None, most: int | None = None
 ) -> Target:
     """The files that `tp` times `dp` ranks of DeepSpeed's `kind` of FORMATS would have saved of the same state.
 
     Of a run that has saved `like`: with the stages of its PipelineModule, and tensors divided as its ranks divide them.
-    `shards` are the checkpoint's where they are opened for something else too.
+    `most` is the size of a sub-group of stage 3, None for the saved one.
 
     Raises UnsupportedLayout, with every reason, where the source does not hold what they need, or nothing says how
     the coming run divides a parameter.
     """
-    subject = f"converting {checkpoint.listing.folder} to {kind}"
-    refuse_source(checkpoint, kind)
-    raise_faults(list(_not_bf16(checkpoint) if kind == "bf16" else _of_muon(checkpoint, kind, dp)), subject=subject)
-    most = (sub_group_size or _saved_sub_group_size(checkpoint)) if FORMATS[kind][1] == 3 else None
-    stages, faults = ([checkpoint], []) if like is None else _of_stages(checkpoint, like, kind)
-    divided, unknown = redivisions(checkpoint, tp, like) if tp > 1 else ({}, [])
+    subject = f"converting {saving.content.folder} to {kind}"
+    raise_faults(list(_not_bf16(saving) if kind == "bf16" else _of_muon(saving, kind, dp)), subject=subject)
+    stages, faults = _stages(saving, like, kind)
+    divided, unknown = _divided(saving, tp, like) if tp > 1 else ({}, [])
     raise_faults([*faults, *unknown], subject=subject)
-    info = _info(divided, like)
+    if tp > 1:
+        stages = [stage._replace(entries=_of_rank(stage.entries, len(stages), tp, divided, like)) for stage in stages]
     columns: list[Column] = []
     for stage in stages:
         for rank in range(tp):
-            one = of_rank(stage, divided, tp, rank, info=info) if tp > 1 else stage
-            column, faults = _column(one, kind, dp, most, ordered=like is not None and bool(like.stages))
+            shards = {name: division.shards[rank] for name, division in divided.items()}
+            if stage.layers is not None and tp > 1:
+                stage = stage._replace(layers={_layer_file(name, rank): held for name, held in stage.layers.items()})
+            column, faults = _column(saving, stage, shards, kind, dp, most or _saved_sub_group_size(saving))
             raise_faults(faults, subject=subject)
             columns.append(column._replace(number=len(columns)))
     shards_of = {OPTIM: len(columns) * dp, MODEL: len(columns) * columns[0].model.files}
     layout = Layout(by_key(_joined(columns, divided, tp)), shards_of)
-    sources = {one.key: one.key for column in columns for one in column.optim.placements()}
-    sources |= {key: source for column in columns for key, source in column.model.sources()}
-    wants = {key: sources[key._replace(copy=0)] for key in layout.placements}
-    tag = checkpoint.listing.tag
-    opened = (shards if len(columns) == 1 else None) or ZeroShards(checkpoint=checkpoint)
-    units = tuple(unit for column in columns for unit in _units(opened, column))
     padded = [name for name, division in divided.items() if division.vocabulary]
     notes = (f"rows behind the vocabulary are zeros in {', '.join(padded)}",) if padded else ()
-    told = {name for name, division in checkpoint.divided.items() if len(division.ranks) > 1}  # of the source
+    told = {name for name, division in saving.splits.divided.items() if len(division.ranks) > 1} if divided else set()
     taken = unnamed({name: division for name, division in divided.items() if name not in told})
-    ep = max(dp // buffer.ranks for column in columns for buffer in column.optim.buffers)
     return Target(
         layout=layout,
-        wants=wants,
-        units=units,
-        folder=tag,
-        pointers={"latest": tag},
+        wants={key: saving.content.tensors[key._replace(copy=0)].origin for key in layout.placements},
+        units=tuple(unit for column in columns for unit in _units(column)),
+        folder=saving.tag,
+        pointers={"latest": saving.tag},
         notes=(*notes, *([taken] if taken else ())),
-        sizes=RunSizes(dp, tp, len(stages), ep),
+        sizes=RunSizes(dp, tp, len(stages), max(dp // one.ranks for column in columns for one in column.optim.buffers)),
     )
 
 
 def _column(
-    checkpoint: ZeroCheckpoint, kind: str, dp: int, most: int | None, *, ordered: bool
+    saving: Saving, stage: _Stage, shards: Mapping[str, Shape], kind: str, dp: int, most: int
 ) -> tuple[Column, list[Fault]]:
-    wrapper, stage = FORMATS[kind]
-    order = group_order(checkpoint)
-    if checkpoint.layers is not None and stage == 1 and not ordered:
-        order = [{name: group[name] for name in ties_first(group)} for group in order]
-    buffers, faults = make_buffers(checkpoint, order, wrapper, dp, sub_group_numel=most)
-    optim = OptimizerTarget(checkpoint=checkpoint, kind=wrapper, stage=stage, dp=dp, buffers=tuple(buffers))
-    model = ModelTarget(checkpoint=checkpoint, stage=stage, dp=dp, order=[buffer.shapes for buffer in buffers])
+    """The files of a rank that has these shards of tensors, and all of others; of a parameter maybe no element."""
+    wrapper, number = FORMATS[kind]
+    members = [[name for name in group.members if name in saving.trained] for group in stage.groups]
+    small = [n for names in members for n in names if 0 in shards.get(n, ()) and 0 not in saving.trained[n]]
+    order = [{n: shards.get(n, saving.trained[n]) for n in names if n not in small} for names in members]
+    buffers, faults = make_buffers(
+        saving, stage.groups, order, wrapper, dp, sub_group_numel=most if number == 3 else None
+    )
+    optim = OptimizerTarget(
+        saving=saving, kind=wrapper, stage=number, dp=dp, groups=stage.groups, buffers=tuple(buffers)
+    )
+    model = ModelTarget(
+        saving=saving,
+        stage=number,
+        dp=dp,
+        order=[buffer.shapes for buffer in buffers],
+        shards=shards,
+        small=small,
+        layers=stage.layers if number == 1 else None,
+        entries=stage.entries,
+    )
     return Column(0, optim, model), faults
 
 
-def redivisions(
-    checkpoint: ZeroCheckpoint, tp: int, like: ZeroCheckpoint | None = None
-) -> tuple[dict[str, Division], list[Fault]]:
+def _divided(saving: Saving, tp: int, like: ZeroCheckpoint | None) -> tuple[Mapping[str, Division], list[Fault]]:
     """How the coming run's ranks divide each tensor: as those that have saved `like`.
 
     Without it as the source's do, or as a rule or a pattern says.
     """
-    model, folder = checkpoint.model, checkpoint.listing.folder
-    shapes = {name: tensor.shape for name, tensor in whole_tensors(model).items() if name not in model.buffer_names}
-    faults: list[Fault] = []
-    if any(expert_of(name) is not None for name in shapes):
+    splits, faults = saving.splits, list[Fault]()
+    if any(expert_of(name) is not None for name in splits.shapes):
         what, mend = "has files of experts, which are not written beside tensor parallelism", "leave out --tp"
-        faults.append(UnsupportedLayout.fault(folder, what, "no experts", "experts", mend=mend))
+        faults.append(UnsupportedLayout.fault(splits.folder, what, "no experts", "experts", mend=mend))
     if like is not None and like.rows:
-        return {name: like.divided[name] for name in shapes if name in like.divided}, faults
-    unsaid = {name: [shape] for name, shape in shapes.items() if name not in checkpoint.divided}
-    marked = model.entries.get(_INFO) == UNIVERSAL_INFO  # a mark, of which DeepSpeed takes all as cut along dimension 0
-    found, unknown = divisions(unsaid, NO_EVIDENCE if marked else evidence_of(model), rules_given())
-    found |= {name: division for name, division in checkpoint.divided.items() if name in shapes}
-    made: dict[str, Division] = {}
-    for name, division in found.items():
-        try:
-            made[name] = redivided(division, shapes[name], tp)
-        except Misfit as misfit:
-            unknown[name] = misfit
-    faults += unknown_faults(unknown, folder)
-    sizes = sorted({division.shape[0] for division in made.values() if division.vocabulary})
-    if len(sizes) > 1:
-        what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"
-        faults.append(UnsupportedLayout.fault(folder, what, "one size", ", ".join(map(str, sizes)), mend=mend))
-    return made, faults
+        return {name: like.divided[name] for name in splits.shapes if name in like.divided}, faults
+    found, unknown = splits.over(tp)
+    return found, [*faults, *unknown]
 
 
-def said_of_all(checkpoint: ZeroCheckpoint) -> Mapping[str, Division]:
-    """How ranks divide each tensor: as the source's have; as a rule or a pattern says of what one rank had whole."""
-    info = checkpoint.model.entries.get(_INFO)
-    if not rules_given() and (not isinstance(info, dict) or info == UNIVERSAL_INFO):
-        return checkpoint.divided
-    return {**redivisions(checkpoint, 1)[0], **checkpoint.divided}
+def _of_rank(
+    entries: Mapping[str, object], pp: int, tp: int, divided: Mapping[str, Division], like: ZeroCheckpoint | None
+) -> dict[str, object]:
+    """The entries of a stage as each of `tp` ranks has them.
 
-
-def _info(divided: Mapping[str, Division], like: ZeroCheckpoint | None) -> Mapping[str, object]:
-    """What the files say of how tensors are divided: what those of `like` say, where no rule was needed beside it."""
-    shown = like.model.entries.get(_INFO) if like is not None and like.rows else None
-    ruled = any(division.evidence == "rule" for division in divided.values())
-    return shown if isinstance(shown, dict) and not ruled else pattern_info(divided)
-
-
-def of_rank(
-    checkpoint: ZeroCheckpoint,
-    divided: Mapping[str, Division],
-    tp: int,
-    rank: int,
-    *,
-    info: Mapping[str, object] | None = None,
-) -> ZeroCheckpoint:
-    """The checkpoint of a run that has one rank's shards, and nothing else.
-
-    A shard without elements is in no flat buffer, and DeepSpeed takes its parameter for a frozen one.
+    Of how tensors are divided they say what those of `like` say, where no rule was needed beside it.
     """
-    model = checkpoint.model
-    made, firsts = whole_tensors(model), first_names(model)
-    shapes = {name: division.shards[rank] for name, division in divided.items()}
-    own = {name: new_tensor(f"module/{name}", shapes.get(name, one.shape), one.dtype) for name, one in made.items()}
-    trained = {name for name, shape in model.trainable.items() if prod(shapes[name]) or not prod(shape)}
-    apart = {*model.trainable, *model.buffer_names, *model.shared}
-    frozen = model.frozen_shapes or [name for name in own if name not in apart]
-    said, sizes = model.entries.get(_INFO), model.entries.get(_SIZES)
-    pp = sizes.get("pp_degree", 1) if isinstance(sizes, dict) else 1
-    entries = {
-        **model.entries,
-        "mp_world_size": tp * pp,
-        _SIZES: {"pp_degree": pp, "tp_degree": tp},
-        _INFO: {**(said if pp > 1 and isinstance(said, dict) else {}), **(info or pattern_info(divided))},
-    }
-    facts, layers = checkpoint.facts, checkpoint.layers
-    if facts is not None:
-        members = [tuple(name for name in group.members if name in trained) for group in facts.groups]
-        groups = (replace(group, members=own) for group, own in zip(facts.groups, members, strict=True))
-        facts = replace(facts, groups=tuple(groups))
-    return replace(
-        checkpoint,
-        listing=replace(checkpoint.listing, model={}),
-        facts=facts,
-        layers={_layer_file(name, rank): held for name, held in layers.items()} if layers is not None else None,
-        model=replace(
-            model,
-            entries=entries,
-            module={name: own.get(firsts[name], tensor) for name, tensor in model.module.items()},
-            param_shapes=tuple(
-                {name: shapes[name] for name in group if name in trained} for group in model.param_shapes or ()
-            ),
-            frozen_shapes={name: shapes[name] for name in (*frozen, *(model.trainable.keys() - trained))},
-        ),
-    )
+    shown = like.model.entries.get(INFO) if like is not None and like.rows else None
+    ruled = any(division.evidence == "rule" for division in divided.values())
+    info = shown if isinstance(shown, dict) and not ruled else pattern_info(divided)
+    sizes = {"mp_world_size": tp * pp, _SIZES: {"pp_degree": pp, "tp_degree": tp}}
+    return {**entries, **sizes, INFO: {**section(entries, INFO), **info}}
 
 
 def _layer_file(name: str, rank: int) -> str:
@@ -250,18 +168,20 @@ def _layer_file(name: str, rank: int) -> str:
     return f"{name.partition('-')[0]}-model_{rank:02d}-model_states.pt"
 
 
-def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> tuple[list[ZeroCheckpoint], list[Fault]]:
-    """The checkpoints of runs that have one stage each, with the parameters and param groups that it has in `like`."""
-    where, faults = like.listing.folder, list(_unlike(checkpoint, like, kind))
-    if faults or not like.stages:
-        return [checkpoint], faults
-    assert checkpoint.facts is not None
-    groups, shown = checkpoint.facts.groups, like.model.param_shapes or ()
+def _stages(saving: Saving, like: ZeroCheckpoint | None, kind: str) -> tuple[list[_Stage], list[Fault]]:
+    """The stages of the run that has saved `like`, each with its parameters and param groups; one without it."""
+    faults = list(_unlike(saving, like, kind)) if like is not None else []
+    if like is None or faults or not like.stages:
+        ties = saving.layers is not None and FORMATS[kind][1] == 1  # which DeepSpeed's module has first
+        own = (replace(group, members=tuple(ties_first(group.members))) for group in saving.groups)
+        return [_Stage(tuple(own) if ties else saving.groups, saving.layers, {})], faults
+    where, groups, shown = like.listing.folder, saving.groups, like.model.param_shapes or ()
     home = {name: number for number, group in enumerate(groups) for name in group.members}
     texts = [canonical(dict(group.hyperparameters or {})) for group in groups]
     files = sorted(layer_files(like).items())
-    schedule = checkpoint.model.entries.get(SCHEDULER)
-    made, first = [], 0
+    schedule = saving.entries.get(SCHEDULER)
+    tied = [f"^{re.escape(name)}$" for name in like.stages[0].trainable if tied_key(name) is not None]
+    made, first = list[_Stage](), 0
     for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=False)):
         members = [[name for flat in flats for name in shown[first + flat]] for flats in column.first.members]
         first += len(column.buffers)
@@ -271,56 +191,44 @@ def _of_stages(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> t
                 what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
                 faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=AS_SAVED))
         order = [home[names[0]] for names in members]
-        own, unknown = regrouped(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
+        placed, unknown = regrouped(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, where) for entry in unknown]
-        tied = [f"^{re.escape(name)}$" for name in like.stages[0].trainable if tied_key(name) is not None]
         entries = {
-            **checkpoint.model.entries,
             "mp_world_size": len(like.stages),
             _SIZES: {"pp_degree": len(like.stages), "tp_degree": 1},
             "buffer_names": sorted(stage.buffer_names),
-            SCHEDULER: own,
-            **({_INFO: {"pipeline_replicated_parameter_patterns": tied}} if tied else {}),
+            SCHEDULER: placed,
+            **({INFO: {"pipeline_replicated_parameter_patterns": tied}} if tied else {}),
         }
-        facts = [
-            GroupFacts(members=tuple(names), hyperparameters=groups[g].hyperparameters)
-            for names, g in zip(members, order, strict=True)
-        ]
-        shapes = tuple({name: checkpoint.model.trainable[name] for name in names} for names in members)
+        own = (replace(groups[g], members=tuple(names)) for names, g in zip(members, order, strict=True))
         begin, end = (len(files) * at // len(like.stages) for at in (number, number + 1))
-        one = replace(
-            checkpoint,
-            model=replace(checkpoint.model, entries=entries, param_shapes=shapes),
-            facts=replace(checkpoint.facts, groups=tuple(facts)),
-            layers=dict(files[begin:end]),
-        )
-        made.append(one)
+        made.append(_Stage(tuple(own), dict(files[begin:end]), entries))
     return made, faults
 
 
-def _unlike(checkpoint: ZeroCheckpoint, like: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
+def _unlike(saving: Saving, like: ZeroCheckpoint, kind: str) -> Iterator[Fault]:
     """Where a checkpoint of the coming run does not show what is needed, or shows another model's."""
-    where, trained = like.listing.folder, checkpoint.model.trainable
+    where, trained = like.listing.folder, saving.trained
     if not like.columns or not (like.stages or like.rows):
         what, mend = "shows no stages and no tensor-parallel ranks", "give --like a folder that such a run has saved"
         yield UnsupportedLayout.fault(where, what, "those of a run at ZeRO stage 1 to 3", str(like.grid), mend=mend)
         return
     if like.stages and FORMATS[kind][1] != 1:
         what, mend = "cannot be the files of a PipelineModule", "--to zero1 or bf16"
-        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "stage 1", kind, mend=mend)
+        yield UnsupportedLayout.fault(saving.content.folder, what, "stage 1", kind, mend=mend)
         return
     for name in sorted(trained.keys() | like.model.trainable.keys()):
         own, shown = trained.get(name), like.model.trainable.get(name)
         if own != shown:
             said = ["none" if shape is None else str([*shape]) for shape in (shown, own)]
             yield ModelMismatch.fault(f"{where}: {name}", "is another parameter there", *said, mend=AS_SAVED)
-    made = {name: one.shape for name, one in whole_tensors(checkpoint.model).items()}
+    made = {name: held.shape for name, held in saving.content.weights.items()}
     shown_shapes = {name: division.shape for name, division in like.divided.items()}
     if like.stages:
         shown_shapes |= {
             key.name: made.get(key.name, ()) for held in layer_files(like).values() for key in held.values()
         }
-    apart = {*trained, *(checkpoint.model.buffer_names if not like.stages else ())}
+    apart = {*trained, *(saving.content.buffers if not like.stages else ())}
     for name in sorted((made.keys() ^ shown_shapes.keys()) - apart):
         said = ["none" if name not in held else "one" for held in (shown_shapes, made)]
         yield ModelMismatch.fault(f"{where}: {name}", "is another tensor there", *said, mend=AS_SAVED)
@@ -348,48 +256,39 @@ def _joined(columns: Sequence[Column], divided: Mapping[str, Division], tp: int)
             yield in_parts(whole, ((one.cut, division.ranks[rank]) for rank, one in members))
 
 
-def _units(shards: ZeroShards, column: Column) -> Iterator[Unit]:
+def _units(column: Column) -> Iterator[Unit]:
     optim, model, mp = column.optim, column.model, f"mp_rank_{column.number:02d}"
     files = model.apart()
     apart = frozenset(key.name for entries in files.values() for key in entries.values())
     others = (TargetFile(name=name, tree=partial(model.part, entries)) for name, entries in files.items())
-    trees = _ModelTrees(model, shards, apart)
+    trees = _ModelTrees(model, apart)
     for rank in range(model.files):
         name = f"zero_pp_rank_{rank}_{mp}_model_states.pt" if model.stage == 3 else f"{mp}_model_states.pt"
         file = TargetFile(name=name, tree=partial(trees.of, rank))
         yield Unit(family=MODEL, shard=column.number * model.files + rank, files=(file, *others))
     for rank in range(optim.dp):
-        name = f"{_prefix(model.checkpoint)}zero_pp_rank_{rank}_{mp}_optim_states.pt"
+        name = f"{optim.saving.prefix}zero_pp_rank_{rank}_{mp}_optim_states.pt"
         file = TargetFile(name=name, tree=partial(optim.tree, rank), data=optim.data())
         yield Unit(family=OPTIM, shard=column.number * optim.dp + rank, files=(file,))
 
 
-def _of_muon(checkpoint: ZeroCheckpoint, kind: str, dp: int) -> Iterator[Fault]:
+def _of_muon(saving: Saving, kind: str, dp: int) -> Iterator[Fault]:
     """Below stage 3 each of several ranks wants Muon's momentum of whole parameters."""
-    groups = checkpoint.facts.groups if checkpoint.facts is not None and kind in ("zero1", "zero2") and dp > 1 else ()
+    groups = saving.groups if kind in ("zero1", "zero2") and dp > 1 else ()
     if any((group.hyperparameters or {}).get("use_muon") for group in groups):
         what, mend = (
             "was trained with Muon, whose momentum ranks of ZeRO 1 and 2 do not divide",
             "use --to zero3, or --dp 1",
         )
-        yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "ZeRO 3", f"{kind}, dp={dp}", mend=mend)
+        yield UnsupportedLayout.fault(saving.content.folder, what, "ZeRO 3", f"{kind}, dp={dp}", mend=mend)
 
 
-def _not_bf16(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _not_bf16(saving: Saving) -> Iterator[Fault]:
     """BF16_Optimizer trains bf16 weights alone (`_configure_zero_optimizer` in deepspeed/runtime/engine.py, 0.19.8)."""
-    if not _in_bf16(checkpoint):
+    if not saving.wraps_bf16:
         expected = '"bf16": {"enabled": true} in the saved DeepSpeed JSON'
-        where, what = checkpoint.listing.folder, "was not trained in bf16"
+        where, what = saving.content.folder, "was not trained in bf16"
         yield UnsupportedLayout.fault(where, what, expected, "no such entry", mend="--to zero1")
-
-
-def _in_bf16(checkpoint: ZeroCheckpoint) -> bool:
-    """By the saved JSON; where its path was saved instead, by the names of files and the weights."""
-    model, config = checkpoint.model, checkpoint.model.config
-    if isinstance(model.entries.get("ds_config"), dict):
-        return section(config, "bf16" if "bf16" in config else "bfloat16").get("enabled") is True
-    types = {model.module[name].dtype for name in model.trainable if name in model.module}
-    return checkpoint.listing.optim_prefix == "bf16_" or ElementType.BFLOAT16 in types
 
 
 class _ModelTrees:
@@ -399,24 +298,21 @@ class _ModelTrees:
     which the same was saved have the same written, pickled once. Any thread may ask.
     """
 
-    def __init__(self, model: ModelTarget, shards: ZeroShards, apart: frozenset[str]) -> None:
+    def __init__(self, model: ModelTarget, apart: frozenset[str]) -> None:
         self._model = model
-        self._shards = shards
         self._apart = apart
         self._first, self._others = Kept[Pickled](), Kept[Pickled]()  # the first rank's file alone names what is tied
 
     def of(self, rank: int) -> Pickled:
-        checkpoint = self._model.checkpoint
-        own = rank < checkpoint.dp and rank in checkpoint.listing.model
-        saved = self._shards.model_states(rank) if own else checkpoint.model
-        kept = self._others if rank else self._first
-        return kept.of(saved.entries, len(saved.module), lambda: pickled(self._tree(rank, saved)))
+        saved, kept = self._model.saved(rank), self._others if rank else self._first
+        entries = saved.entries if saved is not None else self._model.saving.entries
+        return kept.of(entries, len(self._model.saving.content.tensors), lambda: pickled(self._tree(rank, saved)))
 
-    def _tree(self, rank: int, saved: ModelStates) -> Mapping[str, object]:
+    def _tree(self, rank: int, saved: ModelStates | None) -> Mapping[str, object]:
         """One file's content, without the mark of a universal checkpoint."""
         tree = self._model.tree(rank, saved)
-        if tree.get("universal_checkpoint_info") == UNIVERSAL_INFO:
-            del tree["universal_checkpoint_info"]
+        if tree.get(INFO) == UNIVERSAL_INFO:
+            del tree[INFO]
         module = tree["module"]
         assert isinstance(module, OrderedDict)
         for name in self._apart:
@@ -424,13 +320,6 @@ class _ModelTrees:
         return {**tree, "module": None} if self._model.layers is not None else tree
 
 
-def _prefix(checkpoint: ZeroCheckpoint) -> str:
-    """What DeepSpeed begins the names of optimizer files with in a bf16 run (`_get_zero_ckpt_prefix`, engine.py)."""
-    if checkpoint.optim is not None:
-        return checkpoint.listing.optim_prefix
-    return "bf16_" if _in_bf16(checkpoint) else ""
-
-
-def _saved_sub_group_size(checkpoint: ZeroCheckpoint) -> int:
-    size = section(checkpoint.model.config, "zero_optimization").get("sub_group_size")
+def _saved_sub_group_size(saving: Saving) -> int:
+    size = section(saving.config, "zero_optimization").get("sub_group_size")
     return int(size) if isinstance(size, (int, float)) and size >= 1 else _SUB_GROUP_NUMEL

@@ -1,4 +1,4 @@
-"""A ZeRO checkpoint that is to be written, as a layout, the source of each tensor, and a tree for each file.
+"""A content that is to be written as DeepSpeed's files: what a run says in them, and a tree for each file.
 
 The entries are those of `_save_checkpoint` (deepspeed/runtime/engine.py, 0.19.8) and of the optimizers' `state_dict`
 (runtime/zero/stage_1_and_2.py, stage3.py, bf16_optimizer.py). Everything that is not about the layout is taken over as
@@ -7,41 +7,306 @@ it was saved, the user's own entries too.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import prod
+from math import isfinite, prod
+from typing import NamedTuple
 
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, GridColumn, ZeroCheckpoint, is_placeholder
-from ds_reshard.formats.zero.flat import RULES, FlatBuffer, arranged, slice_numel, sliced, turned_back, whole
+from ds_reshard.errors import Fault, UnsupportedLayout
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.content import UNSET, whole_tensors
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, arranged, slice_numel, sliced, whole
 from ds_reshard.formats.zero.groups import ep_of
-from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
-from ds_reshard.formats.zero.modules import by_number, expert_of, experts_held, of_place
-from ds_reshard.formats.zero.optim_states import read_optim_states
-from ds_reshard.formats.zero.universal import UniversalStates
-from ds_reshard.model.facts import Scalar, ScalarTensor, canonical
+from ds_reshard.formats.zero.model_states import ModelStates, section
+from ds_reshard.formats.zero.modules import expert_of, experts_held, layer_files, of_place
+from ds_reshard.formats.zero.shards import ZeroShards
+from ds_reshard.formats.zero.tensor_parallel import (
+    Division,
+    Evidence,
+    Misfit,
+    divisions,
+    evidence_of,
+    redivided,
+    unknown_faults,
+)
+from ds_reshard.model.content import WEIGHT, Content
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Shape
+from ds_reshard.model.rules import given, rules_given
 
+VERSION = "0.19.8"
+"""The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
+DATA_FIRST = "use_data_before_expert_parallelism"
+INFO = "universal_checkpoint_info"
+UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
+"""What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""
 _SCALER = GlobalName(module="deepspeed.runtime.fp16.loss_scaler", name="LossScaler")
 _STAGE = GlobalName(module="deepspeed.runtime.zero.config", name="ZeroStageEnum")
 _ADDRESS = GlobalName(module="deepspeed.utils.tensor_fragment", name="fragment_address")
-DATA_FIRST = "use_data_before_expert_parallelism"
 _KEPT = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+_SIXTEEN = {ElementType.BFLOAT16: "bf16", ElementType.FLOAT16: "fp16"}
+
+
+class Splits(NamedTuple):
+    """The whole tensors of a checkpoint by name, and what tells how tensor-parallel ranks divide them.
+
+    `divided` are those that ranks of the saving run had divided, `evidence` is what its files say of others.
+    """
+
+    folder: str
+    shapes: Mapping[str, Shape]
+    divided: Mapping[str, Division]
+    evidence: Evidence
+
+    def over(self, tp: int) -> tuple[dict[str, Division], list[Fault]]:
+        """How `tp` ranks divide each tensor: as the saving ones did, or as a rule or a pattern says."""
+        unsaid = {name: [shape] for name, shape in self.shapes.items() if name not in self.divided}
+        # a mark of ds_to_universal, by which DeepSpeed takes all as cut along dimension 0, says nothing
+        evidence = Evidence() if self.evidence.info == UNIVERSAL_INFO else self.evidence
+        found, unknown = divisions(unsaid, evidence, rules_given())
+        found |= {name: division for name, division in self.divided.items() if name in self.shapes}
+        made: dict[str, Division] = {}
+        for name, division in found.items():
+            try:
+                made[name] = redivided(division, self.shapes[name], tp)
+            except Misfit as misfit:
+                unknown[name] = misfit
+        faults = unknown_faults(unknown, self.folder)
+        sizes = sorted({division.shape[0] for division in made.values() if division.vocabulary})
+        if len(sizes) > 1:
+            what, mend = "has two vocabularies, and DeepSpeed's files have a place for one size", "convert it at --tp 1"
+            faults.append(UnsupportedLayout.fault(self.folder, what, "one size", ", ".join(map(str, sizes)), mend=mend))
+        return made, faults
+
+    def known(self) -> Mapping[str, Division]:
+        """How ranks divide each tensor, as far as it is known: those that one rank had whole, too."""
+        if not rules_given() and self.evidence.info in ({}, UNIVERSAL_INFO):
+            return self.divided
+        return {**self.over(1)[0], **self.divided}
+
+
+def splits_of(checkpoint: ZeroCheckpoint) -> Splits:
+    """What a DeepSpeed folder says of how its tensors are divided."""
+    model = checkpoint.model
+    shapes = {name: tensor.shape for name, tensor in whole_tensors(model).items() if name not in model.buffer_names}
+    return Splits(checkpoint.listing.folder, shapes, checkpoint.divided, evidence_of(model))
+
+
+@dataclass(frozen=True, kw_only=True)  # not slotted: what follows from the content is made once
+class Saving:
+    """A content as a run of DeepSpeed saves it, and what the files say of that run beside tensors.
+
+    A content of DeepSpeed's own files keeps their configuration, version and loss scale. `own` are these files, where
+    the ones to be written go on from them, with entries that no content has. `data_first` is the order of a run's
+    ranks with the same experts, None for the saved one.
+    """
+
+    content: Content
+    own: ZeroShards | None = None
+    data_first: bool | None = None
+
+    @property
+    def home(self) -> ZeroCheckpoint | None:
+        """The DeepSpeed folder that the content was made of."""
+        return self.content.home if isinstance(self.content.home, ZeroCheckpoint) else None
+
+    @property
+    def dp(self) -> int:
+        return self.content.ranks or 1
+
+    @property
+    def tag(self) -> str:
+        return self.content.tag if self.own is None else self.own.checkpoint.listing.tag
+
+    @cached_property
+    def groups(self) -> tuple[GroupFacts, ...]:
+        """The param groups; hyper-parameters that were kept as small tensors are numbers to DeepSpeed."""
+        return tuple(map(_plain_group, self.content.facts.groups)) if self.content.facts is not None else ()
+
+    @cached_property
+    def trained(self) -> Mapping[str, Shape]:
+        """The parameters of all param groups, whole."""
+        weights = self.content.weights
+        return {name: weights[name].shape for group in self.groups for name in group.members if name in weights}
+
+    @cached_property
+    def frozen(self) -> Mapping[str, tuple[Shape, ElementType]]:
+        """Parameters that no optimizer owns, each under its first name; files of stage 1 do not list them."""
+        held = {name: (one.shape, one.dtype) for name, one in self.content.weights.items()}
+        if self.own is not None:
+            model = self.own.checkpoint.model
+            named = {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes}
+            held = {
+                name: (named[name], model.module[name].dtype)
+                for name in model.frozen_shapes or model.module
+                if name in model.module
+            }
+        apart = {*self.trained, *self.content.buffers, *self.tied}
+        return {name: one for name, one in held.items() if name not in apart}
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        """Other names of parameters, with the first one, as files list them."""
+        return self.content.tied if self.own is None else self.own.checkpoint.model.shared
+
+    @cached_property
+    def layers(self) -> Mapping[str, Mapping[str, TensorKey]] | None:
+        """The files of layers of a PipelineModule whose names are its own."""
+        module = {*self.content.weights, *self.content.tied}
+        own = self.home is not None and self.home.stages and self.home.model.module.keys() == module
+        return layer_files(self.home) if self.home is not None and own else None
+
+    @cached_property
+    def splits(self) -> Splits:
+        """What tells how ranks divide the tensors, by their names here."""
+        if self.own is not None:
+            return splits_of(self.own.checkpoint)
+        shapes = {name: one.shape for name, one in self.content.weights.items() if name not in self.content.buffers}
+        evidence = evidence_of(self.home.model)._replace(info={}) if self.home is not None else Evidence()
+        return Splits(self.content.folder, shapes, self._divided() if self.home is not None else {}, evidence)
+
+    def _divided(self) -> dict[str, Division]:
+        """How the saving ranks divided tensors. Patterns tell of those that one rank had whole, if no rule does."""
+        assert self.home is not None
+        with given(()):  # the rules are of the names here
+            known = splits_of(self.home).known()
+        rules = () if self.home.divided else rules_given()
+        return {
+            key.name: known[held.origin.name]
+            for key, held in self.content.tensors.items()
+            if held.origin.name in known and not any(re.fullmatch(rule.parameters, key.name) for rule in rules)
+        }
+
+    @cached_property
+    def config(self) -> Mapping[str, object]:
+        """The saved DeepSpeed JSON, empty where its path was saved instead."""
+        return section(self.entries, "ds_config")
+
+    @property
+    def version(self) -> str:
+        return self.home.model.version if self.home is not None else VERSION
+
+    @property
+    def in_bf16(self) -> bool:
+        """Whether the parameters were trained in bf16, and so without a loss scale."""
+        return {self.content.weights[name].dtype for name in self.trained} == {ElementType.BFLOAT16}
+
+    @property
+    def wraps_bf16(self) -> bool:
+        """Whether the run trained in bf16: by the saved JSON; without it by the names of files and the weights."""
+        if isinstance(self.entries.get("ds_config"), dict):
+            return section(self.config, "bf16" if "bf16" in self.config else "bfloat16").get("enabled") is True
+        types = {self.content.weights[name].dtype for name in self.trained}
+        named = self.home is not None and self.home.listing.optim_prefix == "bf16_"
+        return named or ElementType.BFLOAT16 in types
+
+    @property
+    def prefix(self) -> str:
+        """What DeepSpeed begins names of optimizer files with in a bf16 run (`_get_zero_ckpt_prefix`, engine.py)."""
+        if self.home is not None and self.home.optim is not None:
+            return self.home.listing.optim_prefix
+        return "bf16_" if self.wraps_bf16 else ""
+
+    @property
+    def keeps_data_first(self) -> bool:
+        """Whether ranks with the same experts are neighbours (`_create_expert_and_data_parallel`, utils/groups.py)."""
+        return bool(self.config.get(DATA_FIRST))
+
+    @cached_property
+    def scaling(self) -> dict[str, object]:
+        """Loss scale and clipping of the saving run; of bf16, where a wrapper saves none, a scale of 1 as it then uses.
+
+        Of another precision DeepSpeed keeps the coming run's where the file has none, and so it does `clip_grad`.
+        """
+        entries = self.home.optimizer_entries if self.home is not None else {}
+        usual = no_scale() if self.in_bf16 else {}
+        return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}
+
+    def file(self, rank: int) -> ModelStates | None:
+        """The source's model file of a rank, or else the first rank's; None where none is gone on from."""
+        if self.own is None:
+            return None
+        model = self.own.checkpoint
+        return self.own.model_states(rank) if rank < model.dp and rank in model.listing.model else model.model
+
+    @cached_property
+    def entries(self) -> Mapping[str, object]:
+        """The top level of a model file; steps that no file tells are those of the optimizer.
+
+        Without `global_samples` DeepSpeed counts them from the steps itself (`_load_checkpoint`, engine.py).
+        """
+        if self.own is not None:
+            return self.own.checkpoint.model.entries
+        content, home = self.content, self.home.model.entries if self.home is not None else {}
+        types = {held.dtype for name, held in content.weights.items() if name in content.trained}
+        config: dict[str, object] = {name: {"enabled": True} for dtype, name in _SIXTEEN.items() if dtype in types}
+        if content.batch_size is not None:
+            config["train_batch_size"] = content.batch_size
+        said = home.get("ds_config", config)
+        settings = said if isinstance(said, dict) else {}
+        if self.data_first not in (None, bool(settings.get(DATA_FIRST))):
+            said = {**settings, DATA_FIRST: self.data_first}
+        scalars = content.facts.scalars.values() if content.facts is not None else ()
+        found = [states["step"] for states in scalars if "step" in states]
+        steps = [exact_number(step) if isinstance(step, ScalarTensor) else step for step in found]
+        return {
+            **dict.fromkeys((*UNSET, "lr_scheduler", "data_sampler", "random_ltd")),
+            **({"sparse_tensor_module_names": set()} if not home else {}),  # which loaders before 0.15 want
+            "skipped_steps": 0,
+            "global_steps": int(
+                max((step for step in steps if isinstance(step, int | float) and isfinite(step)), default=0)
+            ),
+            **content.entries,
+            "module": None,
+            "buffer_names": sorted(content.buffers),
+            "dp_world_size": self.dp,
+            "mp_world_size": 1,
+            "ds_config": said,
+            "ds_version": home.get("ds_version", VERSION),
+        }
+
+    def module(self, saved: ModelStates | None) -> OrderedDict[str, object]:
+        """The module's entries in their order: of a file that is gone on from with the versions that torch keeps."""
+        if saved is not None:
+            entries = saved.entries["module"]
+            assert isinstance(entries, dict)
+            kept = saved.module.keys() | saved.objects.keys()
+            module: OrderedDict[str, object] = OrderedDict((n, value) for n, value in entries.items() if n in kept)
+            if isinstance(entries, OrderedDict):
+                vars(module).update(vars(entries))
+            return module
+        made = {
+            name: new_tensor(f"module/{name}", held.shape, held.dtype) for name, held in self.content.weights.items()
+        }
+        tied = {name: made[first] for name, first in self.content.tied.items()}
+        records = self.content.records
+        return OrderedDict({**made, **tied, **{n: records[n] for n in sorted(self.content.buffers & records.keys())}})
+
+
+def _plain_group(group: GroupFacts) -> GroupFacts:
+    """`optimizer_faults` names hyper-parameters that are no number."""
+    values = {
+        name: exact_number(value) if isinstance(value, ScalarTensor) else value
+        for name, value in (group.hyperparameters or {}).items()
+    }
+    return GroupFacts(members=group.members, hyperparameters=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerTarget:
     """The optimizer's files under `kind` ("zero", "bf16" or "zero3") and `stage` at data-parallel size `dp`."""
 
-    checkpoint: ZeroCheckpoint
+    saving: Saving
     kind: str
     stage: int
     dp: int
+    groups: Sequence[GroupFacts]
     buffers: tuple[FlatBuffer, ...]
 
     def placements(self) -> Iterator[Placement]:
@@ -52,14 +317,14 @@ class OptimizerTarget:
     def at_place(self, buffer: FlatBuffer, place: int) -> FlatBuffer:
         """A flat buffer of experts as the ranks at a place among the expert-parallel ones have it."""
         ep = self.dp // buffer.ranks
-        held = experts_held(self.checkpoint.model.trainable, ep) if ep > 1 else {}
-        first, step = (place * buffer.ranks, 1) if data_first(self.checkpoint) else (place, ep)
+        held = experts_held(self.saving.trained, ep) if ep > 1 else {}
+        first, step = (place * buffer.ranks, 1) if self.saving.keeps_data_first else (place, ep)
         shapes = dict(zip(of_place(buffer.shapes, held, place), buffer.shapes.values(), strict=True))
         return replace(buffer, shapes=shapes, first=first, step=step)
 
     def share(self, buffer: FlatBuffer, rank: int) -> int:
         """Which share of a flat buffer a rank has, of those of all ranks with the same parameters."""
-        return rank % buffer.ranks if data_first(self.checkpoint) else rank // (self.dp // buffer.ranks)
+        return rank % buffer.ranks if self.saving.keeps_data_first else rank // (self.dp // buffer.ranks)
 
     def used(self, buffer: FlatBuffer, rank: int) -> int:
         """Elements of one rank's share that belong to parameters, or stand between them."""
@@ -68,7 +333,7 @@ class OptimizerTarget:
     def tree(self, rank: int) -> dict[str, object]:
         """What torch.save is given for one rank's file."""
         entries = self._zero3() if self.kind == "zero3" else self._flat(rank)
-        config, version = self.checkpoint.model.entries.get("ds_config"), self.checkpoint.model.version
+        config, version = self.saving.entries.get("ds_config"), self.saving.version
         return {"optimizer_state_dict": entries, "ds_config": config, "ds_version": version}
 
     def data(self) -> dict[str, bytes]:
@@ -82,8 +347,6 @@ class OptimizerTarget:
 
     def _base(self) -> dict[str, object]:
         """The wrapped optimizer's own state dict, of padded flat tensors."""
-        facts = self.checkpoint.facts
-        assert facts is not None
         state: dict[int, dict[str, object]] = {}
         members: dict[int, list[int]] = {}
         for number, flat in enumerate(self.buffers):
@@ -97,7 +360,7 @@ class OptimizerTarget:
             if held:
                 state[number] = held
         groups = [
-            {**(group.hyperparameters or {}), "params": members.get(g, [])} for g, group in enumerate(facts.groups)
+            {**(group.hyperparameters or {}), "params": members.get(g, [])} for g, group in enumerate(self.groups)
         ]
         return {"state": state, "param_groups": groups}
 
@@ -109,7 +372,7 @@ class OptimizerTarget:
         ]
 
     def _flat(self, rank: int) -> dict[str, object]:
-        kept = kept_entries(self.checkpoint)
+        kept = self.saving.scaling
         paddings = [flat.partition_numel - self.used(flat, rank) for flat in self.buffers]
         if self.kind == "bf16":  # the last rank notes all of it (`group_paddings` in bf16_optimizer.py)
             last = [self.share(flat, rank) == flat.ranks - 1 for flat in self.buffers]
@@ -126,7 +389,7 @@ class OptimizerTarget:
         if self.kind == "zero":
             entries["param_alignment_paddings"] = [[0] * len(flat.shapes) for flat in self.buffers]
         entries["partition_count"] = [flat.ranks for flat in self.buffers]
-        entries["ds_version"] = self.checkpoint.model.version
+        entries["ds_version"] = self.saving.version
         entries["param_slice_mappings"] = [self._addresses(flat, rank) for flat in self.buffers]
         return entries
 
@@ -141,7 +404,7 @@ class OptimizerTarget:
         return found
 
     def _zero3(self) -> dict[str, object]:
-        kept = {**_no_scale(), **kept_entries(self.checkpoint)}
+        kept = {**no_scale(), **self.saving.scaling}
         return {
             "zero_stage": ObjectRecord(callable=_STAGE, args=(3,)),
             **{key: kept[key] for key in _KEPT if key in kept},  # stage 3 passes over clip_grad, and keeps its own
@@ -151,22 +414,7 @@ class OptimizerTarget:
         }
 
 
-def data_first(checkpoint: ZeroCheckpoint) -> bool:
-    """Whether ranks with the same experts are neighbours (`_create_expert_and_data_parallel`, utils/groups.py)."""
-    return bool(checkpoint.model.config.get(DATA_FIRST))
-
-
-def kept_entries(checkpoint: ZeroCheckpoint) -> dict[str, object]:
-    """Loss scale and clipping of the saving run; of bf16, where a wrapper saves none, what it then uses: a scale of 1.
-
-    Of another precision DeepSpeed keeps the coming run's where the file has none, and so it does `clip_grad`.
-    """
-    entries = checkpoint.optimizer_entries
-    usual = _no_scale() if checkpoint.model.in_bf16 else {}
-    return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}
-
-
-def _no_scale() -> dict[str, object]:
+def no_scale() -> dict[str, object]:
     """What stage 3 wants where no loss scale was saved (`_rigid_load_state_dict`, runtime/zero/stage3.py, 0.19.8)."""
     scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
     return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
@@ -181,17 +429,24 @@ def _buffer(name: str, number: int) -> str:
 
 
 def make_buffers(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], kind: str, dp: int, *, sub_group_numel: int | None
+    saving: Saving,
+    groups: Sequence[GroupFacts],
+    order: Sequence[Mapping[str, Shape]],
+    kind: str,
+    dp: int,
+    *,
+    sub_group_numel: int | None,
 ) -> tuple[list[FlatBuffer], list[Fault]]:
     """The flat buffers of the target, and what keeps a group from being one; `sub_group_numel` for stage 3."""
     faults: list[Fault] = []
-    sizes = [ep_of(group) for group in checkpoint.facts.groups] if checkpoint.facts is not None else [1] * len(order)
+    sizes = [ep_of(group) for group in groups]
     own = [dict(islice(shapes.items(), len(shapes) // ep)) for shapes, ep in zip(order, sizes, strict=True)]
     made = arranged(own, RULES[kind], [dp // ep for ep in sizes], sub_group_numel=sub_group_numel)
+    trained, facts = saving.content.trained, saving.content.facts
     for number, buffer in enumerate(made):
         every = order[buffer.group] if sizes[buffer.group] > 1 else buffer.shapes
-        kinds = {name: _kinds(checkpoint, name) for name in every}
-        scalars = {name: _scalars(checkpoint, name) for name in every}
+        kinds = {name: {kind: held.dtype for kind, held in trained.get(name, {}).items()} for name in every}
+        scalars = {name: facts.scalars.get(name, {}) if facts is not None else {} for name in every}
         first = next(iter(buffer.shapes))
         for name in every:
             if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
@@ -204,23 +459,22 @@ def make_buffers(
     return made, faults
 
 
-def _kinds(checkpoint: ZeroCheckpoint, name: str) -> dict[str, ElementType]:
-    kinds = [kind for kind in checkpoint.layout.kinds(name) if kind != "weight"]
-    return {kind: checkpoint.layout[TensorKey(name=name, kind=kind)].dtype for kind in kinds}
-
-
-def _scalars(checkpoint: ZeroCheckpoint, name: str) -> Mapping[str, Scalar]:
-    return checkpoint.facts.scalars.get(name, {}) if checkpoint.facts is not None else {}
-
-
 @dataclass(frozen=True, kw_only=True)  # not slotted: each file of an expert asks for the whole tensors
 class ModelTarget:
-    """The model's files at a stage and data-parallel size; `order` lists each flat buffer's parameters."""
+    """The model's files at a stage and data-parallel size; `order` lists each flat buffer's parameters.
 
-    checkpoint: ZeroCheckpoint
+    Of a column of a grid, `shards` are the shapes of what it has a part of, `small` the trained parameters of which it
+    has no element, `layers` its files of layers, and `entries` what its files say otherwise than those of one rank.
+    """
+
+    saving: Saving
     stage: int
     dp: int
     order: Sequence[Mapping[str, Shape]]
+    shards: Mapping[str, Shape] = field(default_factory=dict)
+    small: Collection[str] = ()
+    layers: Mapping[str, Mapping[str, TensorKey]] | None = None
+    entries: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def files(self) -> int:
@@ -228,7 +482,11 @@ class ModelTarget:
 
     @cached_property
     def _made(self) -> Mapping[str, TensorRecord]:
-        return whole_tensors(self.checkpoint.model)
+        """Each weight under its first name, in a storage of its own."""
+        return {
+            name: new_tensor(f"module/{name}", self.shards.get(name, held.shape), held.dtype)
+            for name, held in self.saving.content.weights.items()
+        }
 
     def placements(self) -> Iterator[Placement]:
         if self.stage == 3:
@@ -237,27 +495,20 @@ class ModelTarget:
                     yield sliced(name, shape, dtype, self.dp, family=MODEL, buffer=f"frozen/{name}")
             return
         made = self._made
-        held = [TensorKey(name, "weight") for name in made]
+        held = [TensorKey(name, WEIGHT) for name in made]
         if self.layers is not None:
             held = list(dict.fromkeys(key for entries in self.layers.values() for key in entries.values()))
         for key in held:
             tensor = made[key.name]
-            placed = whole(key.name, "weight", tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
+            placed = whole(key.name, WEIGHT, tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
             yield placed._replace(key=key)
 
-    def sources(self) -> Iterator[tuple[TensorKey, TensorKey]]:
-        """What each placed tensor is read from: the weight where it was saved, else the master, which is cast."""
-        for placement in self.placements():
-            first = placement.key._replace(copy=0)
-            yield placement.key, first if first in self.checkpoint.layout else first._replace(kind="fp32")
+    def saved(self, rank: int) -> ModelStates | None:
+        """The source's model file that a rank's goes on from, if any is."""
+        return self.saving.file(0 if self.entries else rank)
 
-    @property
-    def layers(self) -> Mapping[str, Mapping[str, TensorKey]] | None:
-        """The files of layers, where it is a PipelineModule's: that has ZeRO stage 1 alone (pipe/engine.py)."""
-        return self.checkpoint.layers if self.stage == 1 else None
-
-    def tree(self, rank: int, saved: ModelStates) -> dict[str, object]:
-        """What torch.save is given for one file; `saved` is the file of the saving run that it goes on from."""
+    def tree(self, rank: int, saved: ModelStates | None) -> dict[str, object]:
+        """What torch.save is given for one file, which goes on from the source's `saved` if there is such."""
         frozen = self._frozen()
         shapes = OrderedDict((name, SizeRecord(shape)) for name, (shape, _) in frozen.items())
         fragments: OrderedDict[str, object] = OrderedDict()
@@ -274,24 +525,25 @@ class ModelTarget:
                 OrderedDict((name, SizeRecord(shape)) for name, shape in group.items()) for group in self.order
             ],
             "frozen_param_shapes": shapes if keeps_frozen else None,
-            "shared_params": dict(self.checkpoint.model.shared) if rank == 0 else {},
+            "shared_params": dict(self.saving.tied) if rank == 0 else {},
             "frozen_param_fragments": fragments if keeps_frozen else None,
             "dp_world_size": self.dp,
         }
         experts: dict[str, set[int]] = {}
         for layer, number, _ in filter(None, map(expert_of, module)):
             experts.setdefault(layer, set()).add(number)
-        return {**saved.entries, **({"num_experts": [*map(len, experts.values())]} if experts else {}), **changed}
+        entries = {**(saved.entries if saved is not None else self.saving.entries), **self.entries}
+        return {**entries, **({"num_experts": [*map(len, experts.values())]} if experts else {}), **changed}
 
     def apart(self) -> Mapping[str, Mapping[str, TensorKey]]:
         """The files of layers or experts (`_get_expert_ckpt_name`, engine.py) with their weights by the names there."""
         layers: dict[str, int] = {}
         files: dict[str, dict[str, TensorKey]] = {}
-        for name in self.checkpoint.model.module if self.stage < 3 else ():
+        for name in self._made if self.stage < 3 else ():
             if (of := expert_of(name)) is not None:
                 layer = layers.setdefault(of[0], len(layers))
                 file = f"layer_{layer}_expert_{of[1]}_mp_rank_00_model_states.pt"
-                files.setdefault(file, {})[name] = TensorKey(name, "weight")
+                files.setdefault(file, {})[name] = TensorKey(name, WEIGHT)
         return files or self.layers or {}
 
     def part(self, entries: Mapping[str, TensorKey]) -> dict[str, object]:
@@ -302,37 +554,25 @@ class ModelTarget:
             for entry, key in entries.items()
         }
 
-    def _parameters(self) -> set[str]:
-        """The names, also those of tied weights, under which the module's entries are parameters."""
-        model = self.checkpoint.model
-        return {name for name in (*model.module, *model.frozen_shapes) if name not in model.buffer_names}
-
     def _frozen(self) -> dict[str, tuple[Shape, ElementType]]:
-        """Parameters that no optimizer owns, each under its first name; stage 1 does not list them."""
-        model = self.checkpoint.model
-        trained = model.trainable
-        found = {}
-        parameters = self._parameters()
-        for name in model.frozen_shapes or [name for name in model.module if name in parameters]:
-            if name not in trained and name not in model.shared and name in model.module:
-                found[name] = (model.frozen_shapes.get(name, model.module[name].shape), model.module[name].dtype)
-        return found
+        """Parameters that this column's optimizer does not own: DeepSpeed takes one without elements for such."""
+        own = {name: (self.shards.get(name, shape), dtype) for name, (shape, dtype) in self.saving.frozen.items()}
+        return {**own, **{name: (self.shards[name], self._made[name].dtype) for name in self.small}}
 
-    def _whole(self, saved: ModelStates) -> OrderedDict[str, object]:
-        made, names = self._made, first_names(self.checkpoint.model)
-        module = _module(saved)
+    def _whole(self, saved: ModelStates | None) -> OrderedDict[str, object]:
+        made, tied = self._made, self.saving.content.tied
+        module = self.saving.module(saved)
         for name in module:
-            if names.get(name) in made:
-                module[name] = made[names[name]]
+            module[name] = made.get(tied.get(name, name), module[name])
         return module
 
-    def _placeholders(self, saved: ModelStates) -> OrderedDict[str, object]:
+    def _placeholders(self, saved: ModelStates | None) -> OrderedDict[str, object]:
         """Parameters as stage 3 saves them, of no element; tied weights share theirs."""
-        shared, parameters = self.checkpoint.model.shared, self._parameters()
-        module = _module(saved)
+        shared, buffers = self.saving.tied, self.saving.content.buffers
+        module = self.saving.module(saved)
         empty: dict[str, TensorRecord] = {}
         for name, value in module.items():
-            if name in parameters and isinstance(value, TensorRecord):
+            if name not in buffers and isinstance(value, TensorRecord):
                 first = shared.get(name, name)
                 module[name] = empty.setdefault(first, new_tensor(f"empty/{first}", (0,), value.dtype))
         return module
@@ -341,167 +581,3 @@ class ModelTarget:
 def _weight(key: TensorKey) -> str:
     """The buffer of a weight, or of a copy of it in another file."""
     return f"module/{key.name}" if not key.copy else f"module/{key.name}/{key.copy}"
-
-
-def first_names(model: ModelStates) -> dict[str, str]:
-    """The first name of each of the module's tensors that was saved: tied ones are saved as one view of one storage."""
-    seen: dict[tuple[object, ...], str] = {}
-    names = {}
-    for name, tensor in model.module.items():
-        place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
-        first = seen.setdefault(place, name) if tensor.numel else name
-        owner = model.shared.get(name, first)
-        names[name] = owner if owner in model.module else first
-    return names
-
-
-def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
-    """Every tensor of a whole module under its first name, in a storage of its own.
-
-    Left out are those that do not lie row-major in the file.
-    """
-    shapes = {**model.trainable, **model.frozen_shapes}
-    made = {}
-    for name, first in first_names(model).items():
-        tensor = model.module[name]
-        kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
-        if name == first and (tensor.contiguous or kept_in_pieces):
-            shape = shapes[name] if kept_in_pieces else tensor.shape
-            made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
-    return made
-
-
-def _module(saved: ModelStates) -> OrderedDict[str, object]:
-    """The module's entries in their order, with the versions that torch keeps beside them."""
-    entries = saved.entries["module"]
-    assert isinstance(entries, dict)
-    kept = saved.module.keys() | saved.objects.keys()
-    module: OrderedDict[str, object] = OrderedDict((name, value) for name, value in entries.items() if name in kept)
-    if isinstance(entries, OrderedDict):
-        vars(module).update(vars(entries))
-    return module
-
-
-UNIVERSAL_INFO = {"universal_checkpoint_version": 0.4}
-"""What ds_to_universal sets where a script has not (UNIVERSAL_CHECKPOINT_VERSION_VALUE, checkpoint/constants.py)."""
-
-
-def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
-    """The trainable parameters of each param group as the optimizer was given them.
-
-    With `round_robin_gradients` the flat buffers hold them in another order (`_round_robin_reorder`,
-    deepspeed/runtime/zero/stage_1_and_2.py), which is undone here.
-    """
-    assert checkpoint.facts is not None
-    shapes = checkpoint.model.trainable
-    order = [list(group.members) for group in checkpoint.facts.groups]
-    if dealt_in_turn(checkpoint):
-        order = [turned_back(members, checkpoint.dp) for members in order]
-    return [{name: shapes[name] for name in members} for members in order]
-
-
-def dealt_in_turn(checkpoint: ZeroCheckpoint) -> bool:
-    """Whether flat buffers are in the order of `round_robin_gradients`, which stages 1 and 2 alone know.
-
-    The JSON is not saved where DeepSpeed was given its path. The optimizer files then tell: they list what each rank
-    has as its param groups do (`_create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8).
-    """
-    if checkpoint.kind != "zero" or checkpoint.dp == 1 or not checkpoint.columns:  # of a content, which is in order
-        return False
-    if isinstance(checkpoint.model.entries.get("ds_config"), dict):
-        return section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
-    return any(_listed_otherwise(checkpoint, column) for column in checkpoint.columns)
-
-
-def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
-    """Whether the second parameter of a flat buffer is another than its param group's: any such order shows there."""
-    shapes = {buffer.number: buffer.shapes for buffer in column.buffers}
-    listed: dict[int, list[str]] = {number: [] for number in shapes}
-    for name in column.files:
-        if all(len(names) >= min(2, len(shapes[number])) for number, names in listed.items()):
-            break
-        said = checkpoint.listing.read(name, read_optim_states).entries.get("param_slice_mappings")
-        for number, names in listed.items():
-            mapping = said[number] if isinstance(said, list) and number < len(said) else {}
-            own = mapping if isinstance(mapping, dict) else {}
-            names += (one for one in map(str, own) if one in shapes[number] and one not in names)
-    return any(names[:2] != list(shapes[number])[: len(names[:2])] for number, names in listed.items())
-
-
-def refuse_source(checkpoint: ZeroCheckpoint, kind: str) -> None:
-    """Raise, with every reason, where a checkpoint does not hold what DeepSpeed's files need."""
-    faults = [*lacking_of(checkpoint), *quantized_faults(checkpoint.model)]
-    raise_faults(faults, subject=f"converting {checkpoint.listing.folder} to {kind}")
-
-
-def quantized_faults(model: ModelStates) -> Iterator[Fault]:
-    mend = "save with exclude_frozen_parameters=True"
-    return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
-
-
-def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """What a checkpoint lacks of an optimizer that another layout or format could go on with."""
-    folder = checkpoint.listing.folder
-    if checkpoint.facts is None:
-        yield UnsupportedLayout.fault(
-            folder,
-            "holds an optimizer that names no parameter (ZeRO stage 0), or none",
-            "a checkpoint of stage 1 to 3, or a universal one",
-            f"stage {checkpoint.stage}",
-            mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
-        )
-        return
-    if any(group.hyperparameters is None for group in checkpoint.facts.groups):
-        yield UnsupportedLayout.fault(
-            folder,
-            "holds no param groups (elastic_checkpoint)",
-            "learning rates and hyper-parameters, which DeepSpeed reads from a file of this kind",
-            "none",
-            mend="load it in a run with import ds_reshard.auto, and save there",
-        )
-    if checkpoint.universal is not None:
-        yield from _left_out(checkpoint.universal)
-    if checkpoint.model.lagging:
-        yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
-    said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
-    partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
-    if checkpoint.kind == "zero" and not said and any(any(partition.alignment or ()) for partition in partitions):
-        yield UnsupportedLayout.fault(
-            folder,
-            "has gaps between parameters (parameter_alignment) and no DeepSpeed JSON, as DeepSpeed was given its path: "
-            "nothing tells whether they were dealt out in turn (round_robin_gradients)",
-            mend="load it in a run with import ds_reshard.auto, and save there",
-        )
-    if checkpoint.of_grid:
-        yield from _disordered(checkpoint)
-    for number, partition in enumerate(partitions):
-        for name, why in partition.unfollowed.items():
-            yield UnsupportedLayout.fault(
-                f"state {name!r} of partition {number}",
-                f"is neither one value nor one for each element ({why}): no other layout has a place for it",
-                mend="resume with the layout that was saved",
-            )
-
-
-def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """Where flat buffers of a grid do not tell the order of the whole model's: DeepSpeed fills them by places alone."""
-    folder, mend = checkpoint.listing.folder, "load it in a run with import ds_reshard.auto, and save there"
-    if dealt_in_turn(checkpoint):
-        what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
-        yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
-    held = [list(buffer.shapes) for column in checkpoint.columns for buffer in column.buffers]
-    if checkpoint.listing.experts and any(names != by_number(names) for names in held):
-        what = "has experts in another order than that of layers and numbers"
-        yield UnsupportedLayout.fault(folder, what, "each layer's, one after another", "others", mend=mend)
-
-
-def _left_out(universal: UniversalStates) -> Iterator[Fault]:
-    """States that ds_to_universal has left out, or may have: it carries over those of Adam, and says nothing."""
-    yield from universal.incomplete
-    for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
-        if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
-            yield UnsupportedLayout.fault(
-                f"{universal.common.path}: param group {number}",
-                "is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
-                mend="convert the ZeRO checkpoint that it was made from",
-            )

@@ -11,21 +11,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from functools import partial
+from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import MODEL
 from ds_reshard.formats.zero.flat import by_key, in_one_shard
-from ds_reshard.formats.zero.grid_target import redivisions, said_of_all
 from ds_reshard.formats.zero.modules import expert_of
-from ds_reshard.formats.zero.target import (
-    UNIVERSAL_INFO,
-    ModelTarget,
-    group_order,
-    kept_entries,
-    refuse_source,
-    whole_tensors,
-)
+from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, Saving
 from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info
+from ds_reshard.model.content import Held
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
@@ -37,72 +31,61 @@ _UNIT_NBYTES = 64 << 20
 _PARTS = GlobalName(module="deepspeed.checkpoint.universal_checkpoint", name="SubparamShape")
 
 
-def universal_target(checkpoint: ZeroCheckpoint) -> Target:
+def universal_target(saving: Saving) -> Target:
     """The files of the same state as a universal checkpoint. Raises UnsupportedLayout for what it cannot hold."""
-    refuse_source(checkpoint, "universal")
-    order = group_order(checkpoint)
+    content = saving.content
+    order = [{name: saving.trained[name] for name in group.members} for group in saving.groups]
     names = [name for group in order for name in group]
-    steps = _steps(checkpoint, names)
-    keys = [
-        TensorKey(name=name, kind=kind) for name in names for kind in checkpoint.layout.kinds(name) if kind != "weight"
-    ]
-    units, divided = _cut(checkpoint, keys), said_of_all(checkpoint)
+    steps = _steps(saving, names)
+    keys = [TensorKey(name=name, kind=kind) for name in names for kind in content.trained.get(name, {})]
+    units = _cut(saving, keys)
     placements = [
-        in_one_shard(checkpoint.layout[key], number, family=TENSORS, buffer=f"{key.kind}/{key.name}")
+        in_one_shard(key, content.tensors[key].shape, content.tensors[key].dtype, number, family=TENSORS)
         for number, members in enumerate(units)
         for key in members
     ]
-    model = ModelTarget(checkpoint=checkpoint, stage=2, dp=checkpoint.dp, order=order)
-    tag = checkpoint.listing.tag
+    model = ModelTarget(saving=saving, stage=2, dp=saving.dp, order=order)
     layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
-    wants = {**{key: key for key in keys}, **dict(model.sources())}
     return Target(
         layout=layout,
-        wants=wants,
-        pointers={"latest_universal": tag},
-        folder=tag,
-        units=(_model_unit(checkpoint, model, order, steps), *_units(checkpoint, units, steps, divided)),
+        wants={key: content.tensors[key].origin for key in layout.placements},
+        pointers={"latest_universal": saving.tag},
+        folder=saving.tag,
+        units=(_model_unit(saving, model, order, steps), *_units(saving, units, steps)),
     )
 
 
-def _cut(checkpoint: ZeroCheckpoint, keys: list[TensorKey]) -> list[list[TensorKey]]:
+def _cut(saving: Saving, keys: list[TensorKey]) -> list[list[TensorKey]]:
     """The tensors in the order in which they lie in the source, in units of about _UNIT_NBYTES."""
-    ordered = sorted(keys, key=lambda key: checkpoint.layout[key].buffer)  # sorted() keeps the order within a buffer
+    held, home = saving.content.tensors, saving.home
+    if home is not None:
+        keys = sorted(keys, key=lambda key: home.layout[held[key].origin].buffer)  # in their order within a buffer
     units: list[list[TensorKey]] = [[]]
     nbytes = 0
-    for key in ordered:
-        placement = checkpoint.layout[key]
+    for key in keys:
         if nbytes >= _UNIT_NBYTES:
             units.append([])
             nbytes = 0
         units[-1].append(key)
-        nbytes += placement.numel * placement.dtype.itemsize
+        nbytes += prod(held[key].shape) * held[key].dtype.itemsize
     return units
 
 
-def _units(
-    checkpoint: ZeroCheckpoint,
-    units: list[list[TensorKey]],
-    steps: Mapping[str, Scalar],
-    divided: Mapping[str, Division],
-) -> Iterator[Unit]:
+def _units(saving: Saving, units: list[list[TensorKey]], steps: Mapping[str, Scalar]) -> Iterator[Unit]:
+    divided = saving.splits.known()
     for number, members in enumerate(units):
         files = []
         for key in members:
             folder = f"zero/{key.name}"
-            tree = partial(_tensor, checkpoint, key, divided.get(key.name))
+            tree = partial(_tensor, key, saving.content.tensors[key], divided.get(key.name))
             files.append(TargetFile(name=f"{folder}/{key.kind}.pt", tree=tree))
             if key.kind == "fp32" and key.name in steps:
                 files.append(_step_file(folder, key.name, steps[key.name]))
         yield Unit(family=TENSORS, shard=number, files=tuple(files))
 
 
-def _tensor(checkpoint: ZeroCheckpoint, key: TensorKey, division: Division | None) -> object:
-    placement = checkpoint.layout[key]
-    return {
-        "param": new_tensor(f"{key.kind}/{key.name}", placement.shape, placement.dtype),
-        **_rule(key.name, division),
-    }
+def _tensor(key: TensorKey, held: Held, division: Division | None) -> object:
+    return {"param": new_tensor(f"{key.kind}/{key.name}", held.shape, held.dtype), **_rule(key.name, division)}
 
 
 def _rule(name: str, division: Division | None) -> dict[str, object]:
@@ -139,20 +122,20 @@ def _names_a_folder(name: str) -> bool:
     return encoded.decode() == name and len(encoded) < 256 and not {"/", "\0"} & {*name} and name not in ("", ".", "..")
 
 
-def _steps(checkpoint: ZeroCheckpoint, names: list[str]) -> Mapping[str, Scalar]:
+def _steps(saving: Saving, names: list[str]) -> Mapping[str, Scalar]:
     """Each parameter's step. Other values that are one for a whole parameter have no place there."""
-    assert checkpoint.facts is not None
+    assert saving.content.facts is not None
     steps, faults = {}, []
     for name in names:
         if not _names_a_folder(name):
             faults.append(_unsupported(name, "is a parameter's name that cannot be a folder's"))
-        for kind, value in checkpoint.facts.scalars.get(name, {}).items():
+        for kind, value in saving.content.facts.scalars.get(name, {}).items():
             if kind == "step":
                 steps[name] = value
             elif value is not None:
                 what = "is one value for the parameter; of such, DeepSpeed's universal loaders know the step alone"
                 faults.append(_unsupported(f"{name}[{kind}]", what))
-    raise_faults(faults, subject=f"converting {checkpoint.listing.folder} to universal")
+    raise_faults(faults, subject=f"converting {saving.content.folder} to universal")
     return steps
 
 
@@ -161,33 +144,33 @@ def _unsupported(where: str, what: str) -> Fault:
 
 
 def _model_unit(
-    checkpoint: ZeroCheckpoint, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
+    saving: Saving, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
 ) -> Unit:
-    first, said = next(iter(steps.values()), None), _said(checkpoint)
+    first, said = next(iter(steps.values()), None), _said(saving)
     data = {"step/": first.data} if isinstance(first, ScalarTensor) else {}
     whole = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model, said))
     bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare, model, said))
-    optimizer = partial(_optimizer_state, checkpoint, order, first)
+    optimizer = partial(_optimizer_state, saving, order, first)
     states = TargetFile(name="zero/optimizer_state.pt", tree=optimizer, data=data)
     return Unit(family=MODEL, shard=0, files=(whole, bare, states))
 
 
 def _model(model: ModelTarget, said: Mapping[str, object]) -> dict[str, object]:
-    return {"universal_checkpoint_info": UNIVERSAL_INFO, **model.tree(0, model.checkpoint.model), **said}
+    return {INFO: UNIVERSAL_INFO, **model.tree(0, model.saved(0)), **said}
 
 
-def _said(checkpoint: ZeroCheckpoint) -> dict[str, object]:
+def _said(saving: Saving) -> dict[str, object]:
     """The entry with what the source or rules say of how ranks cut parameters: files of ranks can be made of it again.
 
     Nothing where the source was not divided and no rule was given: it keeps what its own files say.
     """
-    if not checkpoint.divided and not rules_given():
+    if not saving.splits.divided and not rules_given():
         return {}
-    made, _ = redivisions(checkpoint, 1)
-    names = whole_tensors(checkpoint.model).keys() - checkpoint.model.buffer_names - made.keys()
+    made, _ = saving.splits.over(1)
+    names = saving.splits.shapes.keys() - made.keys()
     lost = {f"^{re.escape(name)}$": "nothing told it when this was converted" for name in sorted(names)}
     said = {**UNIVERSAL_INFO, **pattern_info(made), "autotp_unsupported_parameter_patterns": lost}
-    return {"universal_checkpoint_info": said} if made else {}
+    return {INFO: said} if made else {}
 
 
 def _bare(model: ModelTarget, said: Mapping[str, object]) -> object:
@@ -195,17 +178,16 @@ def _bare(model: ModelTarget, said: Mapping[str, object]) -> object:
     return {**_model(model, said), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
-def _optimizer_state(checkpoint: ZeroCheckpoint, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
-    assert checkpoint.facts is not None
+def _optimizer_state(saving: Saving, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
     groups = [
         {**(group.hyperparameters or {}), "params": list(members)}
-        for group, members in zip(checkpoint.facts.groups, order, strict=True)
+        for group, members in zip(saving.groups, order, strict=True)
     ]
     first = new_tensor("step/", step.shape, step.dtype) if isinstance(step, ScalarTensor) else step
     state = {} if step is None else {0: {"step": first}}
     return {
-        **kept_entries(checkpoint),
-        "ds_version": checkpoint.model.version,
+        **saving.scaling,
+        "ds_version": saving.version,
         "param_groups": groups,
         "optimizer_state_dict": {"state": state, "param_groups": groups},
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ds_reshard.hosts.deepspeed.entries import SCALE, OptimizerValues
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
+from ds_reshard.formats.zero.flat import FlatBuffer
+from ds_reshard.hosts.deepspeed.engine import Optimizer, inner_of, live_groups, masters_of
+from ds_reshard.hosts.deepspeed.entries import OptimizerValues
 
 if TYPE_CHECKING:
     import torch
@@ -19,7 +20,7 @@ _NO_STATES = ("fp32", "weight", "module", "frozen")
 
 
 def adopt(
-    engine: DeepSpeedEngine, live: LiveOptimizer, values: OptimizerValues, tensors: Mapping[str, torch.Tensor]
+    engine: DeepSpeedEngine, live: Optimizer, values: OptimizerValues, tensors: Mapping[str, torch.Tensor]
 ) -> None:
     """Make the optimizer's state what was read. `tensors` holds the fresh buffers by name.
 
@@ -34,25 +35,26 @@ def adopt(
         kind, _, of = name.partition("/")
         if kind not in _NO_STATES:
             states.setdefault(int(of), {})[kind] = tensor
-    for number, buffer in enumerate(live.buffers):
+    masters = masters_of(engine)
+    for number, held in enumerate(masters):
         found = states.get(number, {})
         if live.replicated and live.kind != "fused":
-            found = {kind: tensor.view(buffer.fp32.shape) for kind, tensor in found.items()}
+            found = {kind: tensor.view(held.shape) for kind, tensor in found.items()}
         state[number] = {**values.scalars.get(number, {}), **found}
     base: dict[str, object] = {
         "state": {n: s for n, s in state.items() if s},
-        "param_groups": group_values(live, values),
+        "param_groups": group_values(live_groups(engine), live.buffers, values),
     }
-    with _as_read(getattr(engine.optimizer, "optimizer", engine.optimizer), live, state):
+    with _as_read(inner_of(engine), masters, state):
         if live.replicated:
             _adopt_stage0(engine, values, base)
         else:
-            _adopt_partitioned(engine, live, values, base)
+            _adopt_partitioned(engine, live, values, base, masters)
 
 
 @contextmanager
 def _as_read(
-    inner: torch.optim.Optimizer, live: LiveOptimizer, state: Mapping[int, Mapping[str, object]]
+    inner: torch.optim.Optimizer, masters: Sequence[torch.Tensor], state: Mapping[int, Mapping[str, object]]
 ) -> Iterator[None]:
     """Inside, an optimizer gets states that are no fractions, and fp32 states of 16-bit masters that it keeps, as read.
 
@@ -61,7 +63,7 @@ def _as_read(
     """
     import torch
 
-    wide = any(buffer.fp32.element_size() < 4 for buffer in live.buffers)
+    wide = any(held.element_size() < 4 for held in masters)
     wide = wide and getattr(inner, "fp32_optimizer_states", False)
     kept = [
         (number, kind, read)
@@ -72,7 +74,7 @@ def _as_read(
 
     def put_back(optimizer: torch.optim.Optimizer) -> None:
         for number, kind, read in kept:
-            held = optimizer.state[live.buffers[number].fp32]
+            held = optimizer.state[masters[number]]
             held[kind] = read.to(held[kind].device)
 
     if not kept:
@@ -88,9 +90,12 @@ def _as_read(
 _KEPT_APART = ("params", "step", "initial_lr")
 
 
-def group_values(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str, object]]:
+def group_values(
+    running: Sequence[Mapping[str, object]], buffers: Sequence[FlatBuffer], values: OptimizerValues
+) -> list[dict[str, object]]:
+    """The param groups as the optimizer takes them over: what was saved, and else what it has."""
     groups: list[dict[str, object]] = []
-    for number, group in enumerate(live.groups):
+    for number, group in enumerate(running):
         hyper = values.groups.get(number)
         if hyper is None:
             hyper = {key: value for key, value in group.items() if key != "params"}
@@ -100,17 +105,20 @@ def group_values(live: LiveOptimizer, values: OptimizerValues) -> list[dict[str,
         hyper = {**{key: value for key, value in group.items() if key not in _KEPT_APART}, **hyper}
         if group.get("moe"):
             hyper = {**hyper, "name": group["name"]}  # says how many ranks share the experts of this run
-        groups.append({**hyper, "params": [n for n, buffer in enumerate(live.buffers) if buffer.group == number]})
+        groups.append({**hyper, "params": [n for n, buffer in enumerate(buffers) if buffer.group == number]})
     return groups
 
 
 def _adopt_partitioned(
-    engine: DeepSpeedEngine, live: LiveOptimizer, values: OptimizerValues, base: Mapping[str, object]
+    engine: DeepSpeedEngine,
+    live: Optimizer,
+    values: OptimizerValues,
+    base: Mapping[str, object],
+    masters: Sequence[torch.Tensor],
 ) -> None:
     import deepspeed
 
     optimizer = engine.optimizer
-    masters = [buffer.fp32 for buffer in live.buffers]
     kept = {
         name: values.extras.get(name, getattr(optimizer, name))
         for name in ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
@@ -124,13 +132,13 @@ def _adopt_partitioned(
             "zero_stage": live.stage,
             "partition_count": live.dp,
             "optimizer_state_dict": base,
-            "fp32_flat_groups": masters,
+            "fp32_flat_groups": list(masters),
         }
     else:
         mine = {
             **kept,
             "base_optimizer_state": base,
-            "single_partition_of_fp32_groups": masters,
+            "single_partition_of_fp32_groups": list(masters),
             "ds_version": deepspeed.__version__,
         }
         if hasattr(optimizer, "groups_padding"):
@@ -174,6 +182,6 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
             at += 1
         groups.append({**hyper, "params": indices})
     inner.load_state_dict({"state": {numbers[n]: state for n, state in states.items()}, "param_groups": groups})
-    for name in ("clip_grad", "loss_scale_config", *SCALE):
+    for name in ("clip_grad", "loss_scale_config"):
         if name in values.extras and hasattr(optimizer, name):
             setattr(optimizer, name, values.extras[name])

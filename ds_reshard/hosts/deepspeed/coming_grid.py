@@ -7,29 +7,35 @@ were saved are cut as `PipelineModule` does (runtime/pipe/module.py). Experts ar
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.grid_target import of_rank, redivisions
+from ds_reshard.formats.zero.content import first_names, whole_tensors
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.modules import expert_of, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.modules import experts_held, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.target import INFO, splits_of
+from ds_reshard.formats.zero.tensor_parallel import pattern_info
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
-from ds_reshard.model.region import Shape
-from ds_reshard.model.rules import given
-from ds_reshard.operations.ranks import Place
+from ds_reshard.model.records import new_tensor
+from ds_reshard.model.rules import Rule, given
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spot:
-    """A rank of the coming run: its place among those of its data, among those of its experts, and in the grid."""
+    """A rank of the coming run: its number among those of its data, among those of its experts, and in the grid."""
 
-    data: Place
-    experts: Place
+    data_rank: int
+    dp: int
+    expert_rank: int
+    expert_ranks: int
     grid: LiveGrid
 
 
@@ -59,7 +65,10 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], s
 
 
 def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
-    experts, layers = _totals(checkpoint), bool(checkpoint.listing.layers)
+    experts, layers = (
+        {prefix: one.total for prefix, one in _experts(checkpoint, 0, 1).items()},
+        bool(checkpoint.listing.layers),
+    )
     counts = checkpoint.optim.counts if experts and checkpoint.optim is not None else ()
     return {
         f"--pp {sizes.pp} of a checkpoint without the files of layers": sizes.pp > 1 and not layers,
@@ -85,21 +94,23 @@ def refuse_stage(grid: LiveGrid, stage: int) -> None:
         )
 
 
-def spot_of(rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: Mapping[str, object]) -> Spot:
-    """Where rank `rank` of `sizes` stands."""
+def spot_of(
+    rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: Mapping[str, object], rules: tuple[Rule, ...]
+) -> Spot:
+    """Where rank `rank` of `sizes` stands. `rules` are the user's, of tensor-parallel parameters."""
     stage, within = divmod(rank, sizes.dp * sizes.tp)
     data, row = divmod(within, sizes.tp)
     share = sizes.dp // sizes.ep
     swapped = bool(config.get("use_data_before_expert_parallelism"))
     place, of_place = divmod(data, share) if swapped else divmod(data, sizes.ep)[::-1]
-    grid = LiveGrid(row=Row(sizes.tp, row), experts=_experts(checkpoint, place, sizes.ep))
+    grid = LiveGrid(row=Row(sizes.tp, row, rules=rules), experts=_experts(checkpoint, place, sizes.ep))
     if checkpoint is not None and checkpoint.listing.layers:
         ties = _ties(checkpoint)
         tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
         parts = _saved_parts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
         parts = parts or _default_parts(checkpoint, ties, sizes.pp)
-        grid = replace(grid, row=Row(sizes.tp, row, ties), stage=stage, pp=sizes.pp, parts=parts, tied=tied)
-    return Spot(data=Place(data, sizes.dp), experts=Place(of_place, share), grid=grid)
+        grid = replace(grid, row=grid.row._replace(ties=ties), stage=stage, pp=sizes.pp, parts=parts, tied=tied)
+    return Spot(data_rank=data, dp=sizes.dp, expert_rank=of_place, expert_ranks=share, grid=grid)
 
 
 def assumed(grid: LiveGrid) -> list[str]:
@@ -111,7 +122,7 @@ def assumed(grid: LiveGrid) -> list[str]:
 
 
 def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
-    """The checkpoint of a run that has what this rank has, under the names that it has there, and nothing else."""
+    """The checkpoint of a run that has what this rank has, and nothing else."""
     if grid.row.size > 1 and checkpoint.rows:
         checkpoint = _cut(checkpoint, grid)
     if not grid.parts and not grid.experts:
@@ -119,33 +130,28 @@ def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     one = as_one_place(as_one_stage(checkpoint))
     model, facts = one.model, one.facts
 
-    def named(names: Iterable[str]) -> Iterator[tuple[str, str]]:
-        return ((_local(name, grid), name) for name in names if grid.answers(name))
+    def own(of: Mapping[str, T]) -> dict[str, T]:
+        return {name: value for name, value in of.items() if grid.answers(name)}
 
-    def shapes(of: Mapping[str, Shape]) -> dict[str, Shape]:
-        return {local: of[name] for local, name in named(of)}
-
-    module = {local: model.module[name] for local, name in named(model.module)}
     model = replace(
         model,
-        module=module,
-        objects={local: model.objects[name] for local, name in named(model.objects)},
-        buffer_names=frozenset(local for local, _ in named(model.buffer_names)),
-        param_shapes=tuple(map(shapes, model.param_shapes)) if model.param_shapes is not None else None,
-        frozen_shapes=shapes(model.frozen_shapes),
-        shared={local: _local(model.shared[name], grid) for local, name in named(model.shared)},
+        module=own(model.module),
+        objects=own(model.objects),
+        buffer_names=frozenset(filter(grid.answers, model.buffer_names)),
+        param_shapes=tuple(map(own, model.param_shapes)) if model.param_shapes is not None else None,
+        frozen_shapes=own(model.frozen_shapes),
+        shared=own(model.shared),
     )
     if facts is not None:
-        groups = [replace(group, members=_ordered(named(group.members), grid)) for group in facts.groups]
+        groups = [replace(group, members=_ordered(filter(grid.answers, group.members), grid)) for group in facts.groups]
         facts = replace(facts, groups=tuple(group for group in groups if group.members))
         if not facts.groups:
             raise not_foreseen(f"--pp {grid.pp}, with a stage that trains nothing")
     return replace(one, model=model, facts=facts)
 
 
-def _ordered(named: Iterable[tuple[str, str]], grid: LiveGrid) -> tuple[str, ...]:
+def _ordered(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
     """As `named_parameters` has them: of a PipelineModule tied modules come first, then layer by layer."""
-    names = [local for local, _ in named]
     return tuple(ties_first(sorted(names, key=lambda name: layer_of(name) or 0)) if grid.parts else names)
 
 
@@ -153,35 +159,29 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     """With the shards of another number of tensor-parallel ranks, each part in equal shares."""
     if checkpoint.stage == 0:
         raise not_foreseen(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
-    with given(grid.row.rules):
-        found, faults = redivisions(checkpoint, grid.row.size)
+    model, splits = checkpoint.model, splits_of(checkpoint)
+    with given(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
+        found, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
     if faults:
         raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()}")
     uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
         raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
-    entries = {key: value for key, value in checkpoint.model.entries.items() if key != "universal_checkpoint_info"}
-    alone = replace(checkpoint, model=replace(checkpoint.model, entries=entries))  # which says how the saving run cut
-    return of_rank(alone, found, grid.row.size, grid.row.rank)
-
-
-def _local(name: str, grid: LiveGrid) -> str:
-    of = expert_of(name) if grid.experts else None
-    return name if of is None else f"{of[0]}{of[1] - grid.experts[of[0]].first}{of[2]}"
-
-
-def _totals(checkpoint: ZeroCheckpoint | None) -> dict[str, int]:
-    """How many experts each layer has, by what is before their numbers in the names of their tensors."""
-    found: dict[str, int] = {}
-    for name in checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ():
-        of = expert_of(name)
-        if of is not None:
-            found[of[0]] = max(found.get(of[0], 0), of[1] + 1)
-    return found
+    own, firsts = {name: division.shards[grid.row.rank] for name, division in found.items()}, first_names(model)
+    made = {name: new_tensor(name, own.get(name, one.shape), one.dtype) for name, one in whole_tensors(model).items()}
+    model = replace(
+        model,
+        entries={**model.entries, INFO: pattern_info(found)},
+        module={name: made.get(firsts[name], one) for name, one in model.module.items()},
+        param_shapes=tuple({name: own[name] for name in group} for group in model.param_shapes or ()),
+        frozen_shapes={name: own[name] for name in model.frozen_shapes},
+    )
+    return replace(checkpoint, model=model)
 
 
 def _experts(checkpoint: ZeroCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:
-    totals = _totals(checkpoint)
+    names = checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ()
+    totals = experts_held(names, 1)
     return {prefix: Experts(place * total // ep, total // ep, total) for prefix, total in totals.items()}
 
 

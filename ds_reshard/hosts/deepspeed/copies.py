@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import cast
 
-from ds_reshard.errors import AS_SAVED, CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
@@ -16,8 +16,8 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.modules import tied_key
 from ds_reshard.formats.zero.shards import copy_fault
 from ds_reshard.formats.zero.stage0 import Named, same_sizes, with_order
+from ds_reshard.hosts.deepspeed.engine import Optimizer
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer
 from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
@@ -76,7 +76,7 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
             yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
-def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGrid) -> Named:
+def ordered(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) -> Named:
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
@@ -87,7 +87,7 @@ def ordered(checkpoint: ZeroCheckpoint, live: LiveOptimizer | None, grid: LiveGr
     return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
 
 
-def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer | None) -> Iterator[Fault]:
+def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
     """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
 
     Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
@@ -102,7 +102,7 @@ def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer
             return
         of, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
         if len(sizes) > 1:
-            expected, mend = "experts of one size", AS_SAVED
+            expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
         listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
         of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
@@ -119,6 +119,22 @@ def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: LiveOptimizer
         found,
         mend=f"{mend}; or pass load_optimizer_states=False, load_lr_scheduler_states=False",
     )
+
+
+def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
+    """Whether DeepSpeed loads the weights of all tied modules: the first stage that has one fills those of all others
+    (`_synchronize_tied_weights`, runtime/pipe/module.py, 0.19.8), be it from a file of a layer or as it was built. What
+    is not tied of them it leaves in all but the first stage as it was built.
+    """
+    tied = [(name, tied_key(name)) for name in checkpoint.model.module]
+    if any(len(grid.stages_of(key)) > 1 and name not in grid.tied for name, key in tied if key is not None):
+        return False
+    ties, saved = grid.row.ties or {}, {layer for layer, _ in checkpoint.listing.layers}
+    firsts = {key: grid.stages_of(key)[0] for key in ties.values()}
+    filled = {
+        key for at, key in ties.items() if at in saved and grid.parts[firsts[key]] <= at < grid.parts[firsts[key] + 1]
+    }
+    return filled == set(firsts)
 
 
 def model_of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:

@@ -7,7 +7,7 @@ import functools
 import io
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -21,9 +21,10 @@ from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.hosts.deepspeed.live import live_kind
+from ds_reshard.hosts.deepspeed.engine import EXTRA_STATE, Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.live_run import Unloaded
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord
 from ds_reshard.resume.scheduler_policy import other_state_faults
 
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
-EXTRA_STATE = "_extra_state"
 _COUNTERS = ("skipped_steps", "global_steps", "dp_world_size", "mp_world_size", "data_sampler", "random_ltd")
 
 
@@ -99,29 +99,11 @@ def reads_no_url(load_dir: str) -> Fault:
     return UnsupportedLayout.fault(load_dir, what, mend=mend)
 
 
-def in_fp16(engine: DeepSpeedEngine) -> bool:
-    """Whether the run trains in fp16, with or without that in its JSON: DeepSpeed scales the loss by the type alone."""
-    import torch
-
-    return any(param.dtype is torch.float16 for param in engine.module.parameters() if param.requires_grad)
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
 
 
-SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state.
-
-Before DeepSpeed 0.18 they are attributes of the optimizer at stage 0 (`FP16_Optimizer`, runtime/fp16, 0.15.4).
-"""
-
-
-def scale_name(optimizer: object) -> str | None:
-    """The attribute that scales the loss: at stage 0 a config (`FP16_Optimizer`, runtime/fp16, 0.19.8)."""
-    names = ("loss_scaler", "loss_scale_config")
-    return next((name for name in names if getattr(optimizer, name, None) is not None), None)
-
-
-def loss_scaling(
-    engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, settings: Settings, request: Request
-) -> dict[str, object]:
+def loss_scaling(run: Run, checkpoint: ZeroCheckpoint, settings: Settings, request: Request) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
     A loss scaler of another kind than this run's, or of another precision, is left alone, loudly. Every other precision
@@ -131,25 +113,22 @@ def loss_scaling(
     entries, fp16, extras = checkpoint.optimizer_entries, checkpoint.model.in_fp16, dict[str, object]()
     if "clip_grad" in entries and "clip_grad" not in request.replaced:
         extras["clip_grad"] = entries["clip_grad"]
-    name, of_stage0 = scale_name(engine.optimizer), checkpoint.model.entries.get("optimizer")
-    own = engine.optimizer if hasattr(engine.optimizer, "cur_scale") else None
-    live = getattr(engine.optimizer, name) if name is not None else own
+    assert run.optimizer is not None
+    name = "loss_scaler" if run.optimizer.stage else "loss_scale_config"  # as `scale_name` has it
+    live, of_stage0 = run.optimizer.scaler, checkpoint.model.entries.get("optimizer")
     saved: object = None
     if "loss_scaler" in entries:
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
     elif checkpoint.stage == 0 and fp16 and isinstance(of_stage0, Mapping) and "cur_scale" in of_stage0:
         saved = SimpleNamespace(dynamic_loss_scale=of_stage0.get("dynamic_loss_scale"), **_counted(of_stage0.get))
-    if live is None or saved is None or (name != "loss_scaler" and not (fp16 and in_fp16(engine))):
+    if live is None or saved is None or (name != "loss_scaler" and not (fp16 and run.fp16)):
         return extras
-    if type(saved) is type(live) and fp16 is in_fp16(engine):
+    if type(saved) is type(live) and fp16 is run.fp16:
         extras |= {"loss_scaler": saved, "dynamic_loss_scale": _dynamic(saved)}
         extras["overflow"] = entries.get("overflow", False)
-    elif fp16 and in_fp16(engine) and _dynamic(saved) is _dynamic(live):
-        counted = _counted(lambda key: getattr(saved, key, None))
-        if name is None:
-            return extras | ({} if "loss_scale" in request.replaced else counted)
+    elif fp16 and run.fp16 and _dynamic(saved) is _dynamic(live):
         extras[name] = made = copy.copy(live)
-        for key, value in counted.items():
+        for key, value in _counted(lambda key: getattr(saved, key, None)).items():
             if hasattr(made, key):
                 setattr(made, key, value)
     else:
@@ -163,20 +142,20 @@ def loss_scaling(
 
 def _counted(get: Callable[[str], object]) -> dict[str, object]:
     """What there is of a saved loss scale; a static one has no more than the scale."""
-    return {name: value for name in SCALE if (value := get(name)) is not None}
+    return {name: value for name in _SCALE if (value := get(name)) is not None}
 
 
 def _dynamic(scaler: object) -> bool:
     return bool(getattr(scaler, "dynamic", getattr(scaler, "dynamic_loss_scale", False)))
 
 
-def clipping_faults(engine: DeepSpeedEngine, entries: Mapping[str, object], replaced: frozenset[str]) -> list[Fault]:
+def clipping_faults(computes_norm: bool, entries: Mapping[str, object], replaced: frozenset[str]) -> list[Fault]:
     """Where gradients were clipped, and this run computes no norm of them.
 
     DeepSpeed says so when the weights are loaded (`_load_global_state`, runtime/zero/stage_1_and_2.py, 0.19.8).
     """
-    saved, computes = entries.get("clip_grad"), getattr(engine.optimizer, "compute_grad_norm", True)
-    if computes or "clip_grad" in replaced or not isinstance(saved, int | float) or saved <= 0:
+    saved = entries.get("clip_grad")
+    if computes_norm or "clip_grad" in replaced or not isinstance(saved, int | float) or saved <= 0:
         return []
     what, mend = "computes no norm of gradients, which the saved one clipped", "use --override-optim-hparams clip_grad"
     return [
@@ -186,9 +165,7 @@ def clipping_faults(engine: DeepSpeedEngine, entries: Mapping[str, object], repl
     ]
 
 
-def live_entries(
-    engine: DeepSpeedEngine, model: ModelStates, request: Request, settings: Settings
-) -> Mapping[str, object]:
+def live_entries(scheduler: object, model: ModelStates, request: Request, settings: Settings) -> Mapping[str, object]:
     """The model file's entries but the weights, as live values; what is not needed stays unbuilt."""
     skipped = {"module", "frozen_param_fragments"}
     if request.load_optimizer or request.optimizer:
@@ -196,29 +173,27 @@ def live_entries(
     saved = {key: value for key, value in model.entries.items() if key not in skipped}
     made = revived(saved, trusted=settings.trust, where=model.path)
     assert isinstance(made, dict)
-    raise_faults(scheduler_faults(engine, model, request), subject=f"loading {model.path}")
+    raise_faults(scheduler_faults(scheduler, model, request), subject=f"loading {model.path}")
     return made
 
 
-def scheduler_faults(engine: DeepSpeedEngine, model: ModelStates, request: Request) -> list[Fault]:
+def scheduler_faults(scheduler: object, model: ModelStates, request: Request) -> list[Fault]:
     """Whether this run's scheduler is to be given a state that the checkpoint does not have."""
-    if not request.scheduler or request.module_only or engine.lr_scheduler is None:
+    if not request.scheduler or request.module_only or scheduler is None:
         return []
-    return other_state_faults(engine.lr_scheduler, model.entries.get("lr_scheduler"), where=model.path)
+    return other_state_faults(scheduler, model.entries.get("lr_scheduler"), where=model.path)
 
 
-def extra_state(engine: DeepSpeedEngine, model: ModelStates, settings: Settings) -> dict[str, object]:
-    """What modules saved through `get_extra_state`, by the name of the module."""
-    import torch
-
+def extra_state(modules: Iterable[str], model: ModelStates, settings: Settings) -> dict[str, object]:
+    """What these modules saved through `get_extra_state`, by the name of the module."""
     saved = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
     assert isinstance(saved, dict)
-    found = {}
-    for name, module in engine.module.named_modules():
-        key = f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE
-        if key in saved and type(module).set_extra_state is not torch.nn.Module.set_extra_state:
-            found[name] = revived(saved[key], trusted=settings.trust, where=f"{model.path}, {key}")
-    return found
+    keys = {name: f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE for name in modules}
+    return {
+        name: revived(saved[key], trusted=settings.trust, where=f"{model.path}, {key}")
+        for name, key in keys.items()
+        if key in saved
+    }
 
 
 def client_entries(
@@ -323,39 +298,6 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": plain(DynamicLossScaler),
         "deepspeed.utils.tensor_fragment.fragment_address": plain(fragment_address),
     }
-
-
-Unloaded = tuple[object, Set[str]]
-"""The value of an entry that no module loads, and the names of the tensors that it belongs to."""
-
-
-def entries_unloaded(module: torch.nn.Module, state: Mapping[str, object]) -> dict[str, list[str]]:
-    """The entries of a module's state dict that `load_state_dict` calls unexpected, and the tensors they belong to.
-
-    Their modules only write them, as bitsandbytes' Linear4bit its scales. A module that has a loader or a hook of its
-    own may take any entry.
-    """
-    found: dict[str, list[str]] = {}
-    for name in state:
-        part, left = module, name.split(".")
-        own = has_loader(part)
-        while len(left) > 1 and (inner := part._modules.get(left[0])) is not None:
-            part, left = inner, left[1:]
-            own = own or has_loader(part)
-        held = {**part._parameters, **part._buffers}
-        if not own and left[0] != EXTRA_STATE and (len(left) > 1 or left[0] not in held):
-            prefix = name.removesuffix(".".join(left))
-            found[name] = [prefix + one for one in ([left[0]] if left[0] in held else held)]
-    return found
-
-
-def has_loader(module: torch.nn.Module) -> bool:
-    """Whether a module takes part in loading, by hooks or a loader of its own."""
-    return bool(
-        module._load_state_dict_pre_hooks
-        or module._load_state_dict_post_hooks
-        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
-    )
 
 
 def unloaded_faults(checkpoint: ZeroCheckpoint, unloaded: Mapping[str, Unloaded], *, strict: bool) -> Iterator[Fault]:

@@ -23,13 +23,14 @@ from ds_reshard.errors import (
 )
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.content import optimizer_faults, read_as_zero
+from ds_reshard.formats.zero.content import optimizer_faults
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries, read_model_states
 from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
 from ds_reshard.formats.zero.reader import Sizes, missing, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.shards import model_signature
 from ds_reshard.formats.zero.universal import is_state_file
+from ds_reshard.hosts.deepspeed.foreign import read_as_zero
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.operations.name_map import read_name_map

@@ -28,16 +28,25 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
-from ds_reshard.formats.zero.names import column_of
+from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.deepspeed.divided import told_by_parameters
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
+from ds_reshard.hosts.deepspeed.engine import (
+    Run,
+    event,
+    forget_second_copies,
+    live_kind,
+    refuse_use,
+    restore_use,
+    run_of,
+    unsupported,
+)
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
     Found,
     deepspeeds_file,
@@ -49,27 +58,17 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     other_folder,
     refuse_unsafe_files,
 )
-from ds_reshard.hosts.deepspeed.grid import NO_GRID, LiveGrid, expert_sizes, live_grid
-from ds_reshard.hosts.deepspeed.live import (
-    LiveOptimizer,
-    event,
-    forget_second_copies,
-    live_kind,
-    live_optimizer,
-    refuse_use,
-    restore_use,
-    unpickles,
-    unsupported,
-)
+from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_buffers
-from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready, only_as_saved
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
+from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unfound import renamed
+from ds_reshard.hosts.deepspeed.unfound import found_at_all, renamed
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
+from ds_reshard.operations.pickles import scan_files
 from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
@@ -85,14 +84,15 @@ Result = tuple[object, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Considered:
-    """One rank's view of its engine before anything is read; `direct` is False where DeepSpeed loads anyway."""
+    """One rank's view of its engine before anything is read; without a `run` DeepSpeed loads anyway.
 
-    direct: bool
+    `universal` says that the JSON asks for universal checkpoints.
+    """
+
     settings: Settings
-    live: LiveOptimizer | None
-    features: tuple[str, ...]
     policy: ResumePolicy
-    grid: LiveGrid = NO_GRID
+    universal: bool
+    run: Run | None
 
 
 def load_checkpoint(call: Call) -> Result:
@@ -127,17 +127,14 @@ def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
     _commit_pending_save(engine)
     settings = parse_settings(engine._config._param_dict)
     settings = replace(settings, trust=trusted(settings.trust))
-    policy = policy_of(engine, settings, module_only=module_only)
+    policy = policy_of(live_kind(engine), settings, module_only=module_only)
     if settings.enabled:
         raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
     features = tuple(unsupported(engine)) if settings.enabled else ()
-    by_universal = bool(features) and engine.load_universal_checkpoint()
-    if not settings.enabled or by_universal or live_kind(engine) == "offload":
-        return Considered(direct=False, settings=settings, live=None, features=features, policy=policy)
-    live, grid = live_optimizer(engine), live_grid(engine)
-    row = grid.row._replace(rules=settings.tensor_parallel)
-    grid = replace(grid, row=told_by_parameters(engine, row) if not grid.parts else row)
-    return Considered(direct=True, settings=settings, live=live, features=features, policy=policy, grid=grid)
+    universal = bool(engine.load_universal_checkpoint())
+    direct = settings.enabled and not (features and universal) and live_kind(engine) != "offload"
+    run = run_of(engine, features, settings.tensor_parallel) if direct else None
+    return Considered(settings=settings, policy=policy, universal=universal, run=run)
 
 
 def _commit_pending_save(engine: DeepSpeedEngine) -> None:
@@ -165,20 +162,15 @@ def _load(
 
 
 def foresee(
-    engine: DeepSpeedEngine, request: Request, tag: object, *, whole: bool
-) -> tuple[Considered, Found, Decision]:
+    training: object, mine: Considered, request: Request, tag: object, *, whole: bool
+) -> tuple[Found, Decision]:
     """What this rank of a load would do; raises what the load would raise before it changes anything.
 
-    With `whole` also what other ranks find in the shards that they open. For an engine without a process group.
+    With `whole` also what other ranks find in the shards that they open. `training` is what a resume policy is applied
+    to, without a process group.
     """
-    steps = Steps()
-    with scheduler_seam_off():
-        subject = f"loading {request.load_dir}"
-        mine = steps.take(lambda: _consider(engine, module_only=request.module_only), subject=subject)
-        with in_force(PickleRules(mine.settings.trust if mine is not None else frozenset())):
-            found, decision = _agreed(engine, mine, request, tag, steps, whole=whole)
-    assert mine is not None
-    return mine, found, decision
+    with scheduler_seam_off(), in_force(PickleRules(mine.settings.trust)):
+        return _agreed(training, mine, request, tag, Steps(), whole=whole)
 
 
 @uncollected()
@@ -202,12 +194,12 @@ def _agreed(
     ready = None
     if mine is not None:
         subject = f"loading {request.load_dir}"
-        ready = steps.take(lambda: _said(engine, mine, found, decision, request), subject=subject, always=True)
+        ready = steps.take(lambda: _said(mine, found, decision, request), subject=subject, always=True)
     told = steps.tell(ready or Ready())
     agree_ready(told, steps, found, decision, request)
-    unread = mine is not None and mine.settings.enabled and decision.loader.startswith("DeepSpeed")
-    if mine is not None and unread and (found.tag or found.faults or not mine.direct):
-        refuse_unsafe_files(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
+    unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
+    if mine is not None and unread and (found.tag or found.faults or mine.run is None):
+        refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
     return found, decision
 
 
@@ -247,21 +239,19 @@ def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: 
     """Every rank: what this rank sees of what rank 0 found."""
     if told.faults:
         return told
-    if told.listing is not None or told.universal:
+    run = mine.run
+    if run is not None and (told.listing is not None or told.universal):
         wanted = restrict(request, _policy(mine, told)).load_optimizer
         if told.listing is not None:
-            told = replace(told, listing=renamed(told.listing, engine, mine.settings.names))
-        found = look_too(told, optimizer=wanted, row=mine.grid.row)
-        if found.faults and told.listing is not None and on_own_disks(engine):
+            told = replace(told, listing=renamed(told.listing, run.module.names, mine.settings.names))
+        found = look_too(told, optimizer=wanted, row=run.grid.row)
+        if found.faults and told.listing is not None and run.node_local:
             found = look_on_node(
-                found,
-                rank(engine.seq_data_parallel_group),
-                engine.seq_dp_world_size if engine.mp_world_size == 1 else 0,
-                optimizer=wanted and engine.zero_optimization_stage() > 0,
+                found, run.data_rank, run.data_ranks if run.columns == 1 else 0, optimizer=wanted and run.stage > 0
             )
-        return _with_aside(engine, mine, request, tag, found)
+        return _with_aside(mine, request, tag, found)
     if mine.settings.enabled and not (tag or told.tag or told.checkpoint):
-        file = f"{request.load_dir}/{deepspeeds_file(universal=engine.load_universal_checkpoint())}"
+        file = f"{request.load_dir}/{deepspeeds_file(universal=mine.universal)}"
         return replace(told, faults=(other_folder(file, "none", "one"),) if folders.is_file(file) else ())
     return told
 
@@ -273,13 +263,13 @@ def _policy(mine: Considered, found: Found) -> ResumePolicy:
 
 def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
     """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
-    load_dir, universal = request.load_dir, engine.load_universal_checkpoint()
+    load_dir, universal, run = request.load_dir, mine.universal, mine.run
     own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
     found = Found(own_save=own_save)
-    if mine.direct:
+    if run is not None:
         wanted = restrict(request, _policy(mine, found)).load_optimizer
-        names, row = mine.settings.names, mine.grid.row
-        rename = partial(renamed, engine=engine, names=names)
+        names, row = mine.settings.names, run.grid.row
+        rename = partial(renamed, run=run.module.names, names=names)
         looked = look(
             load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True, rename=rename
         )
@@ -287,22 +277,22 @@ def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: obje
     elif mine.settings.enabled:
         named = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
         found = replace(found, tag=str(named or ""))
-    return found if found.unread else _with_aside(engine, mine, request, tag, found)
+    return found if found.unread else _with_aside(mine, request, tag, found)
 
 
-def _with_aside(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object, found: Found) -> Found:
+def _with_aside(mine: Considered, request: Request, tag: object, found: Found) -> Found:
     """The same with what a resume policy needs of files that are not read here."""
-    unread = not mine.direct or (found.tag and _is_unread(engine, mine, found))
+    unread = mine.run is None or (found.tag and _is_unread(mine.run, found))
     if not unread or _policy(mine, found).is_default:
         return found
-    aside = look_aside(request.load_dir, found.tag or tag, universal=engine.load_universal_checkpoint())
+    aside = look_aside(request.load_dir, found.tag or tag, universal=mine.universal)
     said = {aside.folder: digest(canonical(aside.entries))}
     return replace(found, aside=aside, prints={**found.prints, **said})
 
 
-def _is_unread(engine: DeepSpeedEngine, mine: Considered, found: Found) -> bool:
+def _is_unread(run: Run, found: Found) -> bool:
     """Whether DeepSpeed loads, as there is nothing that is read here."""
-    return found.checkpoint is None and (not found.faults or as_saved(engine, found, mine.features))
+    return found.checkpoint is None and (not found.faults or as_saved(run, found))
 
 
 def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps) -> Decision:
@@ -317,36 +307,41 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
     if resume is None:
         return made
     steps.take(resume.refuse, subject=subject)
-    if not mine.direct or _is_unread(engine, mine, found):
+    run = mine.run
+    if run is None or _is_unread(run, found):
         made.loader = "DeepSpeed, unread"
         if is_url(request.load_dir) and mine.settings.enabled:
             steps.take(lambda: raise_faults([reads_no_url(request.load_dir)], subject=subject), subject=subject)
-        if found.tag or not mine.direct:  # else there is nothing to load, and nothing to apply a policy to
-            steps.take(lambda: raise_faults(found.faults if not mine.direct else (), subject=subject), subject=subject)
+        if found.tag or run is None:  # else there is nothing to load, and nothing to apply a policy to
+            steps.take(lambda: raise_faults(found.faults if run is None else (), subject=subject), subject=subject)
             steps.take(lambda: resume.without_files(found.aside), subject=subject)
         return made
     steps.take(lambda: raise_faults(found.faults, subject=subject), subject=subject)
     checkpoint = found.checkpoint
     if checkpoint is None:
         return made
-    groups = SavedGroups(mine.live, checkpoint, mine.grid, optimizer=resume.request.load_optimizer)
+    groups = SavedGroups(run.optimizer, checkpoint, run.grid, optimizer=resume.request.load_optimizer)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
-    resume.request = asked = replace(resume.request, tag=found.tag)
-    folder = f"loading {checkpoint.listing.folder}"
-    made.prepared = steps.take(lambda: choose(engine, mine, checkpoint, groups, asked, made), subject=folder)
-    if made.prepared is not None:
-        made.shards = made.prepared.shards
-    if not steps.failed:
-        made.loader = "ds_reshard" if made.prepared is not None else "DeepSpeed"
+    made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
+    resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
+    shards = made.shards
+    leave = steps.take(lambda: leave_to_deepspeed(run, mine.settings, checkpoint, asked, shards), subject=folder)
+    made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
+    if leave is False:
+        made.prepared = steps.take(lambda: prepare(run, checkpoint, groups, asked, mine.settings), subject=folder)
+        made.shards = made.prepared.shards if made.prepared is not None else None
     return made
 
 
-def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
+def _said(mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     """What this rank says of itself, as much as it can where it has failed."""
-    view, shards, prepared = repr((mine.direct, mine.settings.enabled, mine.policy)), decision.shards, decision.prepared
+    view, shards, prepared = (
+        repr((mine.run is not None, mine.settings.enabled, mine.policy)),
+        decision.shards,
+        decision.prepared,
+    )
     given = request.given if mine.settings.enabled else None
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)
-    ready = ready._replace(as_saved=decision.as_saved)
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
     ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
@@ -366,11 +361,11 @@ def _said(engine: DeepSpeedEngine, mine: Considered, found: Found, decision: Dec
     )
     column = None
     if prepared is not None and mine.settings.prove:
-        column = mine.grid.column, divided_names(prepared, unproved=unproved(engine, prepared))
+        column = prepared.grid.column, divided_names(prepared, unproved=unproved(prepared))
     return ready._replace(signatures=signatures, prints=prints, names=column)
 
 
-def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -> bool:
+def as_saved(run: Run, found: Found) -> bool:
     """Whether files of a kind that is not read here are this engine's own.
 
     DeepSpeed does not look at the expert-parallel size of AutoEP, and at ZeRO 1 loads the masters of others silently
@@ -379,131 +374,147 @@ def as_saved(engine: DeepSpeedEngine, found: Found, features: tuple[str, ...]) -
     """
     if any(fault.error != "UnsupportedLayout" for fault in found.faults) and not found.on_nodes:
         return False
-    if found.universal and engine.load_universal_checkpoint():
+    if found.universal and run.universal:
         return True
-    return (bool(features) or found.on_nodes) and found.sizes == (
-        engine.seq_dp_world_size,
-        engine.mp_world_size,
-        expert_sizes(engine),
-    )
+    sizes = run.data_ranks, run.columns, run.expert_sizes
+    return (bool(run.features) or found.on_nodes) and found.sizes == sizes
 
 
-def choose(
-    engine: DeepSpeedEngine,
-    mine: Considered,
-    checkpoint: ZeroCheckpoint,
-    groups: SavedGroups,
-    request: Request,
-    decision: Decision,
-) -> Prepared | None:
-    """The direct load of this rank, ready to read; None if DeepSpeed loads, as it was asked to or as nobody else can.
+def leave_to_deepspeed(
+    run: Run, settings: Settings, checkpoint: ZeroCheckpoint, request: Request, shards: ZeroShards
+) -> bool:
+    """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
 
-    DeepSpeed loads what has this run's buffers, and nothing else: what only it handles (`features`, a custom_load_fn),
-    what no other layout can take, and all that it is asked for. Raises what can be loaded by neither.
+    What is left to DeepSpeed has had its structure checked. At
+    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
+    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
+    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
+    takes every folder for a universal one.
     """
-    settings, custom = mine.settings, request.custom_load_fn is not None
-    same = unpickles(engine) and same_buffers(engine, mine.live, checkpoint, mine.grid)
-    whole = request.load_moments or mine.live is None or mine.live.kind == "torch"
-    decision.as_saved = same and whole and not is_url(request.load_dir)
-    asked = (settings.unchanged == "deepspeed" and not settings.prove) or on_own_disks(engine)
-    leave = same if mine.features else decision.as_saved and (custom or asked)
-    faults = [*_none_loads(engine, mine, checkpoint, request, leave=leave)]
-    raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
-    if not leave:
-        try:
-            return prepare(engine, mine.live, mine.grid, checkpoint, groups, request, settings)
-        except ReshardError as error:
-            if not (decision.as_saved and only_as_saved(faults_of(error))):
-                raise
-    decision.shards = ZeroShards(checkpoint=checkpoint)
-    faults = [*_own_shards(mine, checkpoint, decision.shards), *scheduler_faults(engine, checkpoint.model, request)]
-    if checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
-        model = live_model(engine, mine.live, mine.grid, {})
-        faults += model_faults(model, checkpoint, mine.grid, optimizer=False, strict=request.strict)
-    raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
-    if request.load_optimizer and "ZenFlow" in mine.features and rank() == 0:
-        logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
-    return None
-
-
-def on_own_disks(engine: DeepSpeedEngine) -> bool:
-    """True if each node saves on a disk of its own, so that files of one name may differ (`use_node_local_storage`)."""
-    return bool(getattr(engine._config, "use_node_local_storage", False))
-
-
-def _none_loads(
-    engine: DeepSpeedEngine, mine: Considered, checkpoint: ZeroCheckpoint, request: Request, *, leave: bool
-) -> Iterator[Fault]:
-    """What only DeepSpeed could load, and does not load so; `leave` says that it is left to DeepSpeed."""
-    if mine.features and not leave:
-        yield _unsupported_fault(engine, mine.features, checkpoint)
-    if request.custom_load_fn is not None and not leave:
+    same = run.unpickles and same_layout(run, checkpoint)
+    same = same and not (request.load_optimizer and _overlooked(run, checkpoint))
+    faults: list[Fault] = []
+    if run.features and not same:
+        faults.append(_unsupported_fault(run, run.features, checkpoint))
+    weights_alone = checkpoint.stage == 3 or bool(checkpoint.stages) or _keeps_own_masters(run)
+    partial = not request.moments if request.load_optimizer else weights_alone
+    custom = request.custom_load_fn is not None  # which DeepSpeed alone calls
+    asked = (settings.always or settings.prove) and not custom
+    always = (asked or run.universal or is_url(request.load_dir)) and checkpoint.stage != 0
+    leave = same and (bool(run.features) or not (always or partial))
+    if custom and not leave:
         what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
         expected = f"stage {checkpoint.told_stage}, {checkpoint.grid}, as saved, with optimizer states"
         found = "another layout" if request.load_optimizer else "a load without optimizer states"
         mend = "load without custom_load_fn, or with the optimizer states and the layout that were saved"
         where = "load_checkpoint(custom_load_fn=...)"
-        yield UnsupportedLayout.fault(where, what, expected, found, mend=mend)
-    if leave and request.load_optimizer and not request.moments and "SuperOffload" not in mine.features:
-        yield _unsupported_fault(engine, (*mine.features, "masters without moments"), checkpoint)
-    yield from _unsaved(mine, checkpoint, request) if request.load_optimizer else ()
-    if leave:
-        yield from _swapping(engine)
+        faults.append(UnsupportedLayout.fault(where, what, expected, found, mend=mend))
+    if leave and request.load_optimizer and not request.moments and "SuperOffload" not in run.features:
+        faults.append(_unsupported_fault(run, (*run.features, "masters without moments"), checkpoint))
+    faults += _unsaved(run, checkpoint, request) if request.load_optimizer else ()
+    faults += _swapping(run) if leave else ()
     if leave and is_url(request.load_dir):
-        yield reads_no_url(request.load_dir)
+        faults.append(reads_no_url(request.load_dir))
+    if leave and not faults:
+        faults += pattern_in_path(request.load_dir, request.tag) + _check_own(run, checkpoint, shards)
+        faults += scheduler_faults(run.scheduler, checkpoint.model, request)
+    if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
+        strict = request.strict or request.load_optimizer
+        found_at_all(live_model(run, {}), checkpoint, run.grid, strict=strict)
+    if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
+        model = live_model(run, {})
+        faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
+    raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+    if leave and request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
+        logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
+    return leave
 
 
-def _unsaved(mine: Considered, checkpoint: ZeroCheckpoint, request: Request) -> Iterator[Fault]:
+def _unsaved(run: Run, checkpoint: ZeroCheckpoint, request: Request) -> Iterator[Fault]:
     """What DeepSpeed keeps beside the optimizer, and neither saves nor loads.
 
     SuperOffload has its moments in another process (`SuperOffloadCPUOptimizer`, runtime/superoffload, 0.19.8).
     """
-    if "SuperOffload" in mine.features and request.moments:
+    if "SuperOffload" in run.features and request.moments:
         where = "zero_optimization.offload_optimizer.super_offload"
         what = "keeps its moments in another process, and DeepSpeed neither saves nor loads them: they would begin anew"
         mend = "--load-masters-only, for what there is; to keep moments, train without it"
         yield UnsupportedLayout.fault(where, what, "false", "true", mend=mend)
-    if checkpoint.model.lagging and "ZenFlow" not in mine.features:
+    if checkpoint.model.lagging and "ZenFlow" not in run.features:
         mend = (
             "resume with ZenFlow and the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         )
         yield UnsupportedLayout.fault(checkpoint.listing.folder, LAGGING, mend=mend)
 
 
-def _swapping(engine: DeepSpeedEngine) -> Iterator[Fault]:
+def _swapping(run: Run) -> Iterator[Fault]:
     """Of an optimizer under NVMe offload DeepSpeed loads the masters that lie there, whatever is asked for.
 
     It copies the files of `offloaded_tensors` and opens no optimizer file (`load_checkpoint`, runtime/engine.py,
     0.19.8), and a fresh optimizer does not know the moments among them (`has_state_tensors`,
     runtime/swap_tensor/optimizer_utils.py).
     """
-    if getattr(engine.optimizer, "swap_optimizer", False):
+    if run.swaps:
         what = "DeepSpeed loads neither moments, steps nor small param groups of an optimizer there: they begin anew"
         mend = 'train with "device": "cpu"; for what DeepSpeed makes of it, load once with "ds_reshard": '
         mend += '{"enabled": false}'
         yield UnsupportedLayout.fault("zero_optimization.offload_optimizer.device", what, "cpu", "nvme", mend=mend)
 
 
-def _own_shards(mine: Considered, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
-    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them."""
-    index, live = Index(checkpoint.layout, shards), mine.live
+def _overlooked(run: Run, checkpoint: ZeroCheckpoint) -> bool:
+    """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped.
+
+    At stage 3 it adds its masters to those that a fresh torch Adagrad has, and stops, as there are too many
+    (`_set_fp32_optimizer_param_groups`, runtime/zero/stage3.py, 0.19.8).
+    """
+    live = run.optimizer
+    if run.features or live is None or live.stage == 0:
+        return False
+    fresh = live.name == "Adagrad" and any(one["params"] for one in live.groups)
+    if live.kind == "zero3" and fresh:
+        return True
+    late = clipping_faults(live.computes_norm, checkpoint.optimizer_entries, frozenset())
+    return bool(late) or any(state_faults(live, checkpoint))
+
+
+def _keeps_own_masters(run: Run) -> bool:
+    """Whether weights alone, loaded by DeepSpeed, would be undone by the first step.
+
+    At stage 0 `FP16_Optimizer` and `FP16_UnfusedOptimizer` (runtime/fp16, 0.19.8) step on masters of their own, which
+    a load without optimizer states leaves as they were initialised.
+    """
+    return run.kind in ("fused", "unfused")
+
+
+def _check_own(run: Run, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
+    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
+
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and so is an
+    optimizer of experts at stage 0, and the names of the files among which DeepSpeed looks for them.
+    """
+    index, live = Index(checkpoint.layout, shards), run.optimizer
+    listing = checkpoint.listing
+    name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
+    places = {listing.places.get(held.first // held.held) for held in run.grid.experts.values()}
+    unpickled = [listing.path(one) for one in (name, *places) if one is not None]
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    return index.faults
+    strays = stray_files(listing.folder, folders.entries(listing.folder), listing.nbytes)
+    return [*strays, *index.faults, *scan_files(unpickled).faults]
 
 
-def _unsupported_fault(engine: DeepSpeedEngine, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
+def _unsupported_fault(run: Run, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
     again = 'remove "writer" from "checkpoint": its engine does not load what it saves, and '
     return UnsupportedLayout.fault(
         checkpoint.listing.folder,
         f"a load under another layout is not supported with {', '.join(features)}",
         f"stage {checkpoint.stage}, {checkpoint.grid}, as saved",
-        f"stage {engine.zero_optimization_stage()}, dp={engine.seq_dp_world_size}",
+        f"stage {run.stage}, dp={run.data_ranks}",
         mend='set "checkpoint": {"load_universal": true}: DeepSpeed then loads it'
         if checkpoint.listing.universal
-        else f"{'' if unpickles(engine) else again}resume with the layout that was saved",
+        else f"{'' if run.unpickles else again}resume with the layout that was saved",
     )
 
 

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, cast
 
 import torch
 
-from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
-from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
+from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
-from ds_reshard.formats.zero.flat import sliced, whole
+from ds_reshard.formats.zero.flat import slice_numel, sliced, whole
 from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
-from ds_reshard.hosts.deepspeed.divided import Share
-from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Unloaded, entries_unloaded, unloaded_faults
-from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import MOMENTUM, LiveBuffer, LiveOptimizer
+from ds_reshard.hosts.deepspeed.engine import MOMENTUM, LiveBuffer, Optimizer, Run
+from ds_reshard.hosts.deepspeed.entries import unloaded_faults
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
+from ds_reshard.model.live_run import LiveTensor, Share
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.planning.copies import Copy
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
 
 RUN = "run"
 
@@ -36,15 +28,14 @@ RUN = "run"
 class Wants:
     """Target placements, the source tensor of each, and where the target's bytes live.
 
-    `sizes` lists the fresh buffers alone, which have padding to zero; `padded` those that the engine has, and in which
-    rows behind a vocabulary are zeroed. `whole_reads` are tensors
-    that are read and copied as a whole (not row-major in the file or in memory). `from_masters` names
-    the weights that the checkpoint does not hold and that are cast from the masters once those are in;
-    `absent` the trainable parameters that it does not hold at all (a non-strict load keeps them).
-    `state` is the module's state dict, taken once: where its entries are not the module's own tensors,
-    they are what is read into. `faults` are entries that cannot be read. `shares` are what is wanted of buffers that
-    other ranks divide than all of the run, by this rank's place among them and their number. `divided` says what this
-    rank has of the tensors that it has parts of, `wholes` are kinds that a rank has whole which others may have, too.
+    `sizes` and `fresh_types` list the fresh buffers alone, which have padding to zero; `padded` those that the engine
+    has, and in which rows behind a vocabulary are zeroed. `whole_reads` are tensors that are read and copied as a whole
+    (not row-major in the file or in memory), with the buffers that receive them. `from_masters` names the weights that
+    the checkpoint does not hold and that are cast from the masters once those are in; `absent` the trainable parameters
+    that it does not hold at all (a non-strict load keeps them). `faults` are entries that cannot be read. `shares` are
+    what is wanted of buffers that other ranks divide than all of the run, by this rank's place among them and their
+    number. `divided` says what this rank has of the tensors that it has parts of, `wholes` are kinds that a rank has
+    whole which others may have, too.
     """
 
     checkpoint: ZeroCheckpoint
@@ -52,11 +43,10 @@ class Wants:
     sources: dict[TensorKey, TensorKey] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     padded: dict[str, int] = field(default_factory=dict)
-    makers: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
-    whole_reads: list[tuple[TensorRecord, torch.Tensor]] = field(default_factory=list)
+    fresh_types: dict[str, torch.dtype] = field(default_factory=dict)
+    whole_reads: list[tuple[TensorRecord, str]] = field(default_factory=list)
     from_masters: list[str] = field(default_factory=list)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    state: Mapping[str, object] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
@@ -64,24 +54,22 @@ class Wants:
     wholes: set[str] = field(default_factory=set)
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
-    def of_buffer(self, buffer: LiveBuffer, live: LiveOptimizer) -> Wants:
+    def of_buffer(self, buffer: LiveBuffer, live: Optimizer) -> Wants:
         """Where what is wanted of a buffer belongs: apart, if not all ranks of the run share it."""
         if buffer.ranks == live.dp:
             return self
         own = Wants(checkpoint=self.checkpoint, divided=self.divided)
         return self.shares.setdefault((buffer.rank, buffer.ranks), own)
 
-    def existing(self, placement: Placement, source: TensorKey, tensor: torch.Tensor) -> None:
-        """Want `source` in a buffer that the engine already has."""
+    def existing(self, placement: Placement, source: TensorKey, numel: int) -> None:
+        """Want `source` in a buffer of `numel` elements that the engine already has."""
         if not self._place(placement, source):
-            self.padded[placement.buffer] = tensor.numel()
-        self.makers[placement.buffer] = lambda: tensor
+            self.padded[placement.buffer] = numel
 
-    def fresh(self, placement: Placement, source: TensorKey, numel: int, device: torch.device) -> None:
+    def fresh(self, placement: Placement, source: TensorKey, numel: int) -> None:
         """Want `source` in a new buffer of `numel` elements, which the engine will adopt."""
         self._place(placement, source)
-        self.sizes[placement.buffer] = numel
-        self.makers[placement.buffer] = lambda: torch.empty(numel, dtype=torch_dtype(placement.dtype), device=device)
+        self.sizes[placement.buffer], self.fresh_types[placement.buffer] = numel, torch_dtype(placement.dtype)
 
     def _place(self, placement: Placement, source: TensorKey) -> bool:
         """Place the whole tensor, of which this rank has a shard, in the parts that lie there; whether they fill it."""
@@ -94,17 +82,16 @@ class Wants:
             self.placements[key], self.sources[key] = in_parts(whole, [(placement.cut, share.parts)]), source
         return sum(part.box.numel for part in share.parts) == placement.numel
 
-    def take_buffers(self, model: ModelStates) -> None:
+    def take_buffers(self, tensors: Iterable[LiveTensor], model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
-        for names, tensor in entries_of(self.state):
-            record = next((model.module[name] for name in names if name in model.module), None)
-            if record is None or set(names).isdisjoint(model.buffer_names) or record.shape != tuple(tensor.shape):
+        for entry in tensors:
+            record = next((model.module[name] for name in entry.entries if name in model.module), None)
+            if record is None or model.buffer_names.isdisjoint(entry.entries) or record.shape != entry.shape:
                 continue
-            for key in [TensorKey(name=name, kind="weight") for name in names]:
-                placement = self.placements.pop(key, None)
-                if placement is not None:
-                    del self.sources[key], self.makers[placement.buffer]
-            self.whole_reads.append((record, tensor))
+            for key in [TensorKey(name=name, kind="weight") for name in entry.entries]:
+                if self.placements.pop(key, None) is not None:
+                    del self.sources[key]
+            self.whole_reads.append((record, f"module/{entry.entries[0]}"))
 
     def layout(self, world: int) -> Layout:
         """Where they lie in a run of so many ranks; made once, when all that is wanted is known."""
@@ -127,12 +114,17 @@ class Wants:
 
         return tensors
 
-    def targets(self) -> dict[str, TensorTarget]:
-        """Make every buffer; memory is allocated here and not before."""
-        self.tensors = {buffer: make() for buffer, make in self.makers.items()}
+    def targets(self, live: Mapping[str, torch.Tensor]) -> dict[str, TensorTarget]:
+        """The buffers of a run by name, and beside its masters the new ones: memory is allocated here, not before."""
+        for buffer in {*(placement.buffer for placement in self.placements.values()), *self.sizes, *self.padded}:
+            if buffer in self.sizes:
+                device = live[f"fp32/{buffer.rpartition('/')[2]}"].device
+                self.tensors[buffer] = torch.empty(self.sizes[buffer], dtype=self.fresh_types[buffer], device=device)
+            else:
+                self.tensors[buffer] = live[buffer]
         made = {buffer: TensorTarget(tensor, untouched=buffer in self.sizes) for buffer, tensor in self.tensors.items()}
         for wants in self.shares.values():
-            made |= wants.targets()
+            made |= wants.targets(live)
             self.tensors |= wants.tensors
         return made
 
@@ -141,81 +133,65 @@ def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
     return TensorKey(name=name, kind=kind) in checkpoint.layout
 
 
-def want_model(
-    wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, *, masters: bool, strict: bool
-) -> None:
+def want_model(wants: Wants, run: Run, *, masters: bool, strict: bool) -> None:
     """Want every weight and buffer of the module.
 
     `masters` says that fp32 masters are loaded: a trainable weight that the checkpoint lacks, or holds
     in another type than this run trains in, is then cast from its master. What no module loads is not wanted.
     """
+    live = run.optimizer
     trainable = {name for buffer in live.buffers for name in buffer.shapes} if live else set()
-    wants.state = state = engine.module.state_dict(keep_vars=True)
-    unloaded: dict[str, Unloaded] = {}
-    for name, beside in entries_unloaded(engine.module, state).items():
-        unloaded[grid.named(name)] = state.pop(name), {grid.named(one) for one in beside}
-    wants.faults += unloaded_faults(wants.checkpoint, unloaded, strict=strict)
+    wants.faults += unloaded_faults(wants.checkpoint, run.module.unloaded, strict=strict)
     if live is not None and live.kind == "zero3":
-        _want_partitioned(wants, engine, live, masters=masters)
-    for own_names, tensor in entries_of(wants.state):
-        names = [grid.named(name) for name in own_names]
-        if hasattr(tensor, "ds_id"):
+        _want_partitioned(wants, run, live, masters=masters)
+    for entry in run.module.tensors:
+        if entry.partitioned or not entry.entries:
             continue
-        master = next((name for name in names if name in trainable and has(wants.checkpoint, name, "fp32")), None)
+        master = next(
+            (name for name in entry.entries if name in trainable and has(wants.checkpoint, name, "fp32")), None
+        )
         if masters and live is not None and master is not None:
             if live.kind == "torch":
                 continue
-            if not _weight_as_trained(wants.checkpoint, names, tensor):
+            if not _weight_as_trained(wants.checkpoint, entry):
                 wants.from_masters.append(master)
                 continue
-        _want_weight(wants, names, tensor, live)
+        _want_weight(wants, entry, live)
 
 
-def entries_of(state: Mapping[str, object]) -> Iterator[tuple[list[str], torch.Tensor]]:
-    """Each tensor of a state dict once, with all its names (tied weights have several)."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    for name, tensor in state.items():
-        if isinstance(tensor, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE:
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-    for key, tensor in tensors.items():
-        yield names[key], tensor
-
-
-def _weight_as_trained(checkpoint: ZeroCheckpoint, names: list[str], tensor: torch.Tensor) -> bool:
+def _weight_as_trained(checkpoint: ZeroCheckpoint, entry: LiveTensor) -> bool:
     """Whether the checkpoint holds this weight beside its master, in the type that this run trains in."""
-    keys = [TensorKey(name=name, kind="weight") for name in names]
+    keys = [TensorKey(name=name, kind="weight") for name in entry.entries]
     saved = next((checkpoint.layout[key] for key in keys if key in checkpoint.layout), None)
-    return saved is not None and saved.dtype is element_type(tensor.dtype) and not checkpoint.masters_in_module
+    return saved is not None and saved.dtype is entry.dtype and not checkpoint.masters_in_module
 
 
-def _want_weight(wants: Wants, names: list[str], tensor: torch.Tensor, live: LiveOptimizer | None) -> None:
+def _want_weight(wants: Wants, entry: LiveTensor, live: Optimizer | None) -> None:
     """A weight or buffer from the module's entries; without one, a trainable weight from its master.
 
     Where the run partitions masters, only this rank's share is read into them, and the weight is then
     cast and gathered (`from_masters`).
     """
-    checkpoint = wants.checkpoint
+    checkpoint, names = wants.checkpoint, entry.entries
     if not checkpoint.model.quantized.isdisjoint(names):
         wants.faults.append(_quantized(names[0], checkpoint))
         return
     for name in names:
         if has(checkpoint, name, "weight"):
-            _want_whole(wants, names[0], TensorKey(name=name, kind="weight"), tensor)
+            _want_whole(wants, entry, TensorKey(name=name, kind="weight"))
             return
         record = checkpoint.model.module.get(name)
-        if record is not None and record.shape == tuple(tensor.shape):
-            wants.whole_reads.append((record, tensor))
+        if record is not None and record.shape == entry.shape:
+            wants.whole_reads.append((record, f"module/{names[0]}"))
             return
         if has(checkpoint, name, "fp32"):
             if live is not None and live.kind in ("zero", "bf16"):
                 wants.from_masters.append(name)
             else:
-                _want_whole(wants, names[0], TensorKey(name=name, kind="fp32"), tensor)
+                _want_whole(wants, entry, TensorKey(name=name, kind="fp32"))
             return
     held = [name for name in names if name in checkpoint.model.module or name in checkpoint.model.objects]
-    if held and tensor.numel():
+    if held and 0 not in entry.shape:
         wants.faults.append(_unread(held[0], "is in the checkpoint in a form that is not read"))
 
 
@@ -225,90 +201,78 @@ def _unread(name: str, what: str) -> Fault:
         what,
         "a plain dense tensor, or a share in the optimizer's files",
         "another kind of value, or a placeholder without one",
-        mend=f"{AS_SAVED}, where DeepSpeed loads it itself",
+        mend="resume with the layout that was saved, where DeepSpeed loads it itself",
     )
-
-
-def kept_quantized(engine: DeepSpeedEngine) -> set[str]:
-    """Frozen parameters that stage 3 keeps quantized, each part with its scale."""
-    parts = {name: getattr(param, "ds_tensor", None) for param, name in engine.param_names.items()}
-    return {name for name, part in parts.items() if hasattr(part, "ds_quant_scale")}
 
 
 def _quantized(name: str, checkpoint: ZeroCheckpoint) -> Fault:
     """Of a frozen weight that either side keeps quantized: a part is nothing without its scale."""
     what = QUANTIZED if name in checkpoint.model.quantized else "is kept quantized in this run"
-    mend = f"{AS_SAVED}; or save with exclude_frozen_parameters=True, and load with load_module_strict=False"
+    mend = "save with exclude_frozen_parameters=True, and load with load_module_strict=False"
     return UnsupportedLayout.fault(f"module entry {name}", what, "a weight in its own type", mend=mend)
 
 
-def _want_whole(wants: Wants, name: str, source: TensorKey, tensor: torch.Tensor) -> None:
-    if not tensor.numel():
+def _want_whole(wants: Wants, entry: LiveTensor, source: TensorKey) -> None:
+    if not prod(entry.shape):
         return
-    record = wants.checkpoint.model.module.get(source.name)
-    if not tensor.is_contiguous() and source.kind == "weight" and record is not None and record.numel:
-        wants.whole_reads.append((record, tensor))
+    name, record = entry.entries[0], wants.checkpoint.model.module.get(source.name)
+    if not entry.contiguous and source.kind == "weight" and record is not None and record.numel:
+        wants.whole_reads.append((record, f"module/{name}"))
         return
-    if not tensor.is_contiguous():
+    if not entry.contiguous or entry.dtype is None:
         wants.faults.append(_unread(name, "is not contiguous in this run, and has no whole weight to be read from"))
         return
-    placement = whole(
-        name, "weight", tuple(tensor.shape), element_type(tensor.dtype), family=RUN, buffer=f"module/{name}"
-    )
-    wants.existing(placement, source, tensor)
+    placement = whole(name, "weight", entry.shape, entry.dtype, family=RUN, buffer=f"module/{name}")
+    wants.existing(placement, source, prod(entry.shape))
 
 
-def _want_partitioned(wants: Wants, engine: DeepSpeedEngine, live: LiveOptimizer, *, masters: bool) -> None:
+def _want_partitioned(wants: Wants, run: Run, live: Optimizer, *, masters: bool) -> None:
     """Stage 3: this rank's slices of trainable and frozen parameters.
 
     With masters, DeepSpeed itself casts the partitions from them; the saved 16-bit slices are read all
     the same where there are any, to be compared with that cast.
     """
     checkpoint = wants.checkpoint
-    flats = engine.optimizer.fp16_partitioned_groups_flat
-    for buffer, flat in zip(live.buffers, flats, strict=True):
+    for buffer in live.buffers:
+        dtype = buffer.weight_dtype
+        assert dtype is not None, "stage 3 has flat weights"
         held = all(has(checkpoint, name, "weight") for name in buffer.shapes if prod(buffer.shapes[name]))
         kind = "weight" if held and not (masters and checkpoint.masters_in_module) else "fp32"
         saved = [
             checkpoint.layout[TensorKey(name=n, kind=kind)].dtype for n in buffer.shapes if has(checkpoint, n, kind)
         ]
-        dtype = element_type(flat.dtype)
         if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
             continue
         into = wants.of_buffer(buffer, live)
         for placement in buffer.placements(RUN, {"weight": dtype}):
             source = TensorKey(name=placement.key.name, kind=kind)
             if source in checkpoint.layout and placement.numel:
-                into.existing(placement, source, flat)
+                into.existing(placement, source, buffer.partition_numel)
     trained = {name for buffer in live.buffers for name in buffer.shapes}
-    names = {id(tensor): own_names for own_names, tensor in entries_of(wants.state)}
-    for param, name in engine.param_names.items():
-        if name in trained or not hasattr(param, "ds_tensor") or not param.ds_numel:
+    for name, param in run.module.parameters().items():
+        if name in trained or not param.partitioned or not prod(param.shape):
             continue
-        keys = (TensorKey(one, kind) for one in names.get(id(param), [name]) for kind in ("weight", "fp32"))
+        keys = (TensorKey(one, kind) for one in param.entries or [name] for kind in ("weight", "fp32"))
         key = next((one for one in keys if one in checkpoint.layout), None)
         if key is not None:
-            part = param.ds_tensor
-            whole_numbers = not part.is_floating_point() and checkpoint.layout[key].dtype is not element_type(
-                part.dtype
-            )
-            if whole_numbers or hasattr(part, "ds_quant_scale") or name in checkpoint.model.quantized:
+            own = param.dtype
+            whole_numbers = own is not None and not own.is_floating and checkpoint.layout[key].dtype is not own
+            if own is None or whole_numbers or param.quantized or name in checkpoint.model.quantized:
                 wants.faults.append(_quantized(name, checkpoint))
                 continue
-            shape, dtype = tuple(param.ds_shape), element_type(part.dtype)
-            placement = sliced(name, shape, dtype, live.dp, family=RUN, buffer=f"frozen/{name}")
-            wants.existing(placement, key, part)
+            placement = sliced(name, param.shape, own, live.dp, family=RUN, buffer=f"frozen/{name}")
+            wants.existing(placement, key, slice_numel(param.shape, live.dp))
 
 
-def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: bool) -> None:
+def want_optimizer(wants: Wants, live: Optimizer, *, masters: bool, states: bool) -> None:
     """Want this rank's partitions: fp32 masters in place, states in fresh buffers beside them."""
     for buffer in live.buffers:
         kinds: dict[str, ElementType] = {}
         if masters and any(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
-            kinds["fp32"] = element_type(buffer.fp32.dtype)
+            kinds["fp32"] = buffer.dtype
         if states:
             kinds |= state_kinds(wants.checkpoint, buffer)
-        wholes = {kind: kinds.pop(kind) for kind in live.whole_kinds(buffer) & kinds.keys()}
+        wholes = {kind: kinds.pop(kind) for kind in _whole_kinds(live, buffer) & kinds.keys()}
         if wholes:
             _want_wholes(wants, live, buffer, wholes)
         for placement in buffer.placements(RUN, kinds):
@@ -320,16 +284,21 @@ def want_optimizer(wants: Wants, live: LiveOptimizer, *, masters: bool, states: 
                 continue
             into = wants.of_buffer(buffer, live)
             if key.kind == "fp32":
-                into.existing(placement, key, buffer.fp32)
+                into.existing(placement, key, buffer.held_numel)
             else:
-                into.fresh(placement, key, buffer.fp32.numel(), buffer.fp32.device)
+                into.fresh(placement, key, buffer.held_numel)
     if wants.absent and wants.padded:
         what = "is not in the checkpoint, and stands in a flat buffer with a vocabulary that this run pads"
         fault = UnsupportedLayout.fault(wants.absent[0], what, mend="load with load_module_strict=True")
         wants.faults.append(fault)
 
 
-def _want_wholes(wants: Wants, live: LiveOptimizer, buffer: LiveBuffer, kinds: Mapping[str, ElementType]) -> None:
+def _whole_kinds(live: Optimizer, buffer: LiveBuffer) -> frozenset[str]:
+    """The states that this rank keeps whole for each parameter in its partition (`FlatBuffer.momentum_offsets`)."""
+    return frozenset({MOMENTUM} if live.kind == "zero" and live.groups[buffer.group].get("use_muon") else ())
+
+
+def _want_wholes(wants: Wants, live: Optimizer, buffer: LiveBuffer, kinds: Mapping[str, ElementType]) -> None:
     """Want states of which this rank keeps those of whole parameters, whatever part of them it has."""
     numel = buffer.momentum_numel(live.rank)
     wants.wholes |= kinds.keys()
@@ -344,7 +313,7 @@ def _want_wholes(wants: Wants, live: LiveOptimizer, buffer: LiveBuffer, kinds: M
                 continue
             cut = Cut(chunk=prod(shape), origin=at, first=live.rank)
             placement = Placement(key, shape, dtype, RUN, f"{kind}/{buffer.number}", cut, Box.whole(shape))
-            wants.fresh(placement, key, numel, buffer.fp32.device)
+            wants.fresh(placement, key, numel)
 
 
 def state_kinds(checkpoint: ZeroCheckpoint, buffer: LiveBuffer) -> dict[str, ElementType]:
@@ -358,55 +327,21 @@ def state_kinds(checkpoint: ZeroCheckpoint, buffer: LiveBuffer) -> dict[str, Ele
     return kinds
 
 
-KEPT = {
-    "FusedAdam": ("exp_avg", "exp_avg_sq"),
-    "DeepSpeedCPUAdam": ("exp_avg", "exp_avg_sq"),
-    "FusedLamb": ("exp_avg", "exp_avg_sq"),
-    "FusedLion": ("exp_avg",),
-    "DeepSpeedCPULion": ("exp_avg", "exp_avg_sq"),
-    "DeepSpeedCPUAdagrad": ("exp_avg_sq",),
-}
-"""The states of DeepSpeed's and apex's optimizers, which compile what they need (deepspeed/ops, 0.19.8)."""
 _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 """In CPU memory DeepSpeed's Lion keeps a state that no step uses (`step`, ops/lion/cpu_lion.py, 0.19.8)."""
-_HOMES = frozenset({"torch", "deepspeed", "apex"})
 
 
-def kept_states(
-    kind: type[torch.optim.Optimizer], group: Mapping[str, object], *, flat: bool
-) -> dict[str, bool] | None:
-    """The states that an optimizer with a group's values keeps of a parameter, and whether each is of its shape.
-
-    Found by one step of it with one small parameter, a vector if `flat` as the buffers of ZeRO are, and else a matrix;
-    None where it takes none. Nothing of the run is touched.
-    """
-    probe = torch.nn.Parameter(torch.zeros(6) if flat else torch.zeros(3, 2))
-    probe.grad = torch.zeros_like(probe)
-    taken = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable", "differentiable"}
-    plain = {key: group[key] for key in taken & group.keys() if isinstance(group[key], bool | int | float | tuple)}
-    try:
-        one = cast(Callable[..., torch.optim.Optimizer], kind)([probe], **plain)
-        one.step()
-    except Exception:
-        return None
-    held = {name: getattr(value, "shape", ()) for name, value in one.state[probe].items() if name != "step"}
-    return {name: shape == probe.shape for name, shape in held.items() if shape is not None}
-
-
-def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def state_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
-    yield from _twin_faults(engine.optimizer)
-    partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
-    passed_over = {*checkpoint.uncut, *chain.from_iterable(one.unfollowed for one in partitions)}
-    passed_over |= {_UNUSED} if type(inner).__name__ in _LIONS else set()
+    yield from _twin_faults(*live.elsewhere)
     for number, buffer in enumerate(live.buffers):
-        own, saved = _own_states(inner, buffer, live.groups[buffer.group]), frozenset(state_kinds(checkpoint, buffer))
-        known = _known_states(type(inner), live.groups[buffer.group], buffer) if checkpoint.universal is None else None
+        own, saved = buffer.states, frozenset(state_kinds(checkpoint, buffer))
+        known = buffer.usual if checkpoint.universal is None else None
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
-        own, saved = own and own - passed_over, saved - passed_over
+        if own is not None and live.name in _LIONS:
+            own, saved = own - {_UNUSED}, saved - {_UNUSED}
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
         if not saved and (muon or _before_first_step(checkpoint)):
             continue
@@ -414,27 +349,25 @@ def state_faults(engine: DeepSpeedEngine, live: LiveOptimizer, checkpoint: ZeroC
             yield ModelMismatch.fault(
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
                 "was trained by an optimizer of another kind: its states are others",
-                f"{', '.join(sorted(own)) or 'none'}, as {type(inner).__name__} has them",
+                f"{', '.join(sorted(own)) or 'none'}, as {live.name} has them",
                 ", ".join(sorted(saved)) or "none",
                 mend="build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False",
             )
-    yield from _universal_faults(inner, live, checkpoint)
+    yield from _universal_faults(live, checkpoint)
     yield from _muon_faults(live, checkpoint)
 
 
-def _twin_faults(optimizer: object) -> Iterator[Fault]:
+def _twin_faults(apart: int, count: int) -> Iterator[Fault]:
     """States that an offload with a `ratio` keeps on the device, which DeepSpeed neither saves nor loads.
 
     (`backup_optimizer`; `_rigid_state_dict` asks the other one alone; runtime/zero/stage3.py, 0.19.8).
     """
-    places: Mapping[int, str] = getattr(optimizer, "subgroup_to_device", {})
-    apart = sum(place != "cpu" for place in places.values())
     if apart:
         what = (
             "keeps moments of sub-groups on the device, which DeepSpeed neither saves nor loads: they would begin anew"
         )
         mend = 'set "ratio": 1.0, or pass --no-load-optim, or load_optimizer_states=False'
-        where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {len(places)} sub-groups there"
+        where, found = "zero_optimization.offload_optimizer.ratio", f"{apart} of {count} sub-groups there"
         yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
 
 
@@ -446,26 +379,21 @@ def _before_first_step(checkpoint: ZeroCheckpoint) -> bool:
     return isinstance(entries.get("global_steps"), int) and entries["global_steps"] == entries.get("skipped_steps", 0)
 
 
-def group_faults(optimizer: object, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:
-    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place.
-
-    torch's AdamW takes no other weight decay than its own from a group (`__setstate__`, optim/adamw.py, 2.13), and
-    DeepSpeed's keep it apart; torch's Adam takes either.
-    """
-    known = getattr(optimizer, "defaults", {})
-    decoupled = True if isinstance(optimizer, torch.optim.AdamW) else getattr(optimizer, "adam_w_mode", None)
+def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:
+    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place."""
+    decoupled = live.decoupled
     for number, saved in groups.items():
         differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
-        differ = [name for name in differ if name not in known]
+        differ = [name for name in differ if name not in live.known]
         if saved.get("weight_decay") and decoupled is not None:
             differ += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay", bool(decoupled)) != decoupled)
         for name in differ:
-            what = f"{type(optimizer).__name__} does not step by {name}, as the saved one did"
+            what = f"{live.name} does not step by {name}, as the saved one did"
             mend = "build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False"
             yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)
 
 
-def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _muon_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """What Muon would take over of parameters that it did not train, or whose momentum no file says the cut of."""
     groups = checkpoint.facts.groups if checkpoint.facts is not None else ()
     known = [(one.members, one.hyperparameters) for one in groups if one.hyperparameters is not None]
@@ -485,29 +413,7 @@ def _muon_faults(live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fa
         yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
 
 
-def _own_states(optimizer: object, buffer: LiveBuffer, group: Mapping[str, object]) -> frozenset[str] | None:
-    """The states that an optimizer keeps of a buffer's parameters, of its shape; None where that is unknown."""
-    if buffer.fp32.numel() < 2:
-        return None  # a state of one value may be any
-    if "use_muon" in group:
-        return frozenset({MOMENTUM} if group["use_muon"] else {"exp_avg", "exp_avg_sq"})
-    states: Mapping[object, Mapping[str, object]] = getattr(optimizer, "state", {})
-    if held := states.get(buffer.fp32):
-        sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}
-        return frozenset(name for name, size in sizes.items() if size == buffer.fp32.numel() and name != "step")
-    found = _known_states(type(optimizer), group, buffer)
-    return None if found is None else frozenset(name for name, follows in found.items() if follows)
-
-
-def _known_states(kind: type, group: Mapping[str, object], buffer: LiveBuffer) -> Mapping[str, bool] | None:
-    """What optimizers that are known keep of a buffer; Adafactor keeps other states of a matrix than of a vector."""
-    home = kind.__module__.partition(".")[0]
-    if home in ("torch", "transformers"):
-        return kept_states(kind, group, flat=buffer.fp32.dim() < 2)
-    return dict.fromkeys(KEPT[kind.__name__], True) if home in _HOMES and kind.__name__ in KEPT else None
-
-
-def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _universal_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that are missing from a universal checkpoint, or may be: ds_to_universal drops them without a word.
 
     Where its files do not tell what the saved optimizer kept, this run's optimizer must be one that is known to keep
@@ -519,10 +425,9 @@ def _universal_faults(optimizer: object, live: LiveOptimizer, checkpoint: ZeroCh
     yield from universal.incomplete
     if universal.common.kept is not None:
         return
-    path, kind = universal.common.path, type(optimizer)
-    known = _known_states(kind, {}, live.buffers[0]) if live.buffers else None
+    path, known = universal.common.path, live.states if live.buffers else None
     if known is None or not known.keys() <= {"exp_avg", "exp_avg_sq"}:
-        what = f"does not say which states the saved optimizer kept, and {kind.__name__} may keep others"
+        what = f"does not say which states the saved optimizer kept, and {live.name} may keep others"
         yield _lost(path, what, "exp_avg, exp_avg_sq and step, which are all that ds_to_universal takes along")
         return
     if any(group.get("amsgrad") for group in universal.common.groups):

@@ -17,9 +17,19 @@ from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.hosts.deepspeed.adopt import adopt
-from ds_reshard.hosts.deepspeed.entries import EXTRA_STATE, Request, has_loader, load_sampler
-from ds_reshard.hosts.deepspeed.grid import param_names
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_optimizer
+from ds_reshard.hosts.deepspeed.engine import (
+    EXTRA_STATE,
+    Memory,
+    Optimizer,
+    inner_of,
+    live_grid,
+    live_optimizer,
+    masters_of,
+    memory_of,
+    param_names,
+)
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
@@ -54,24 +64,25 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     DeepSpeed's own collectives, and its caller agrees on the faults.
     """
     subject = f"loading {prepared.checkpoint.listing.folder}"
-    witness, outcome = _read(engine, prepared, settings, subject)
-    steps.take(lambda: _settle_model(engine, prepared, settings), subject=subject)
+    (witness, memory), outcome = _read(engine, prepared, settings, subject)
+    steps.take(lambda: _settle_model(engine, prepared, settings, memory), subject=subject)
     steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
     steps.take(lambda: _settle_masters(engine, prepared), subject=subject, always=True)
     proof = None
     if witness is not None:
-        proof = prove(engine, prepared, witness, steps, unproved=unproved(engine, prepared))
+        proof = prove(engine, prepared, witness, steps, unproved=unproved(prepared))
     files = prepared.plan.files
     return Moved(bytes_read=outcome.bytes_read, files=files, proof=proof)
 
 
-def _read(
-    engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, subject: str
-) -> tuple[Witness | None, Outcome]:
+Begun = tuple[Witness | None, Memory]
+
+
+def _read(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, subject: str) -> tuple[Begun, Outcome]:
     """Read this rank's bytes, and agree with all ranks that every record has its checksum. Collective."""
 
-    def read() -> tuple[Witness | None, Outcome]:
-        witness, targets, executor = _begin(engine, prepared, settings)
+    def read() -> tuple[Begun, Outcome]:
+        begun, targets, executor = _begin(engine, prepared, settings)
         outcome = progress.execute(executor, prepared.plan, targets)
         bare = sum(record.crc32 is None for record in outcome.slices)
         if bare:
@@ -81,7 +92,7 @@ def _read(
                 prepared.checkpoint.listing.folder,
                 bare,
             )
-        return witness, outcome
+        return begun, outcome
 
     replica = _replica(engine, prepared)
     with showing(subject) as progress:
@@ -110,9 +121,9 @@ def _shares_bytes(prepared: Prepared) -> bool:
     return any(one[0] == other[0] and one[2] > other[1] for one, other in pairwise(spans))
 
 
-def unproved(engine: DeepSpeedEngine, prepared: Prepared) -> frozenset[str]:
+def unproved(prepared: Prepared) -> frozenset[str]:
     """The kinds of tensors that this load changes after it has read them."""
-    kinds = {"weight": _loads_itself(engine.module, prepared.wants.state), "fp32": _masters_anew(prepared)}
+    kinds = {"weight": prepared.run.module.loads_itself, "fp32": _masters_anew(prepared)}
     return frozenset(kind for kind, changed in kinds.items() if changed)
 
 
@@ -135,12 +146,13 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
 
 def _begin(
     engine: DeepSpeedEngine, prepared: Prepared, settings: Settings
-) -> tuple[Witness | None, Mapping[str, TensorTarget], Executor]:
+) -> tuple[Begun, Mapping[str, TensorTarget], Executor]:
     """Who sums up what is read, the buffers, and who fills them: what can fail on one rank before any reads."""
     witness = seen_by(prepared) if settings.prove else None
     if prepared.wants.absent and prepared.live is not None:
         _masters_from_weights(engine.optimizer, prepared.live)  # what is absent keeps its weights
-    targets = prepared.wants.targets()
+    memory = memory_of(engine, prepared.grid)
+    targets = prepared.wants.targets(memory.tensors)
     executor = choose(
         settings.device,
         targets,
@@ -151,31 +163,24 @@ def _begin(
         saw_there=witness.saw_there if witness is not None else None,
         named=prepared.wants.named(*place(prepared.live)),
     )
-    return witness, targets, executor
+    return (witness, memory), targets, executor
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings) -> None:
+def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, memory: Memory) -> None:
     """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
     with torch.no_grad():
-        for record, tensor in prepared.wants.whole_reads:
-            tensor.copy_(read_tensor(record))
-        if _loads_itself(engine.module, prepared.wants.state):
-            _run_loaders(engine.module, prepared.wants.state, prepared.checkpoint.model.module)
+        for record, name in prepared.wants.whole_reads:
+            memory.tensors[name].copy_(read_tensor(record))
+        if prepared.run.module.loads_itself:
+            state = {name: value for name, value in memory.state.items() if name not in prepared.run.module.unloaded}
+            _run_loaders(engine.module, state, prepared.checkpoint.model.module)
         for name, extra in prepared.extra.items():
             engine.module.get_submodule(name).set_extra_state(extra)
     if settings.checksum:
         folder = prepared.checkpoint.listing.folder
         raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
-
-
-def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
-    """Whether some module takes part in loading: hooks, its own loader, or entries that are not its tensors."""
-    own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
-    if any(hasattr(value, "data_ptr") and id(value) not in own for value in state.values()):
-        return True
-    return any(map(has_loader, module.modules()))
 
 
 def _run_loaders(module: torch.nn.Module, state: Mapping[str, object], saved: Container[str]) -> None:
@@ -221,7 +226,7 @@ def _masters_anew(prepared: Prepared) -> bool:
     return prepared.values is None or bool(prepared.wants.from_masters and not prepared.masters)
 
 
-def _masters_from_weights(optimizer: object, live: LiveOptimizer) -> None:
+def _masters_from_weights(optimizer: object, live: Optimizer) -> None:
     """fp32 masters anew from the weights (they lose the bits that 16-bit weights do not have)."""
     if live.kind == "torch":
         return
@@ -230,7 +235,7 @@ def _masters_from_weights(optimizer: object, live: LiveOptimizer) -> None:
     refresh()
 
 
-def _weights_from_masters(engine: DeepSpeedEngine, live: LiveOptimizer, prepared: Prepared) -> None:
+def _weights_from_masters(engine: DeepSpeedEngine, live: Optimizer, prepared: Prepared) -> None:
     """Weights that the checkpoint did not hold in this run's type: cast from the masters, then gathered."""
     import torch
 
@@ -240,14 +245,14 @@ def _weights_from_masters(engine: DeepSpeedEngine, live: LiveOptimizer, prepared
         engine.optimizer.update_lp_params()
         return
     names = set(prepared.wants.from_masters)
-    params = {name: param for param, name in param_names(engine).items()}
+    params = {name: param for param, name in param_names(engine, prepared.grid).items()}
     with torch.no_grad():
-        for buffer in live.buffers:
+        for buffer, masters in zip(live.buffers, masters_of(engine), strict=True):
             at = 0
             for name, shape in buffer.shapes.items():
                 numel = params[name].numel()
                 if name in names:
-                    params[name].copy_(buffer.fp32.detach().view(-1)[at : at + numel].view(shape))
+                    params[name].copy_(masters.detach().view(-1)[at : at + numel].view(shape))
                 at += numel
 
 
@@ -259,8 +264,9 @@ def counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> N
         return
     if request.scheduler and engine.lr_scheduler is not None:
         engine.lr_scheduler.load_state_dict(entries["lr_scheduler"])
-    if engine.random_ltd_enabled() and engine.random_ltd_scheduler is not None and entries.get("random_ltd"):
-        engine.random_ltd_scheduler.load_state_dict(entries["random_ltd"])
+    random_ltd = getattr(engine, "random_ltd_scheduler", None)
+    if random_ltd is not None and engine.random_ltd_enabled() and entries.get("random_ltd"):
+        random_ltd.load_state_dict(entries["random_ltd"])
     loader = engine.training_dataloader
     if loader is not None and engine.curriculum_learning_enabled() and entries.get("data_sampler") is not None:
         load_sampler(loader.data_sampler, entries["data_sampler"])
@@ -287,10 +293,11 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
     if live is None or prepared.values is None or not masters_read(prepared):
         return
     read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
-    for number, (buffer, weights) in enumerate(zip(live.buffers, _weights_beside(engine, live), strict=True)):
+    held = zip(live.buffers, masters_of(engine), _weights_beside(engine, live, prepared.grid), strict=True)
+    for number, (buffer, masters, weights) in enumerate(held):
         if weights is None or not all(name in read for name in buffer.shapes):
             continue
-        at = _first_difference(buffer.fp32.detach().view(-1), weights.detach().view(-1))
+        at = _first_difference(masters.detach().view(-1), weights.detach().view(-1))
         if at is not None:
             yield CheckpointDamaged.fault(
                 prepared.checkpoint.listing.folder,
@@ -318,14 +325,12 @@ def states_left(engine: DeepSpeedEngine, request: Request, saved: SavedValues) -
 
 def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
     """The first elements of each flat buffer are compared with the weights: as many as are cheap in CPU memory, too."""
-    live = live_optimizer(engine)
+    grid = live_grid(engine)
+    live = live_optimizer(engine, grid)
+    beside = _weights_beside(engine, live, grid) if live is not None else ()
     compared = [
         (masters.detach().view(-1)[:_COMPARED_NUMEL], weights.detach().view(-1)[:_COMPARED_NUMEL])
-        for masters, weights in zip(
-            (buffer.fp32 for buffer in live.buffers) if live is not None else (),
-            _weights_beside(engine, live) if live is not None else (),
-            strict=True,
-        )
+        for masters, weights in zip(masters_of(engine), beside, strict=True)
         if weights is not None and weights.numel() == masters.numel()
     ]
     if any(_first_difference(masters, weights) is not None for masters, weights in compared):
@@ -338,7 +343,7 @@ def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
     return EQUAL_TO_WEIGHTS if engine.zero_load_from_fp32_weights() else ANEW[MASTERS]
 
 
-def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.Tensor | None]:
+def _weights_beside(engine: DeepSpeedEngine, live: Optimizer, grid: LiveGrid) -> list[torch.Tensor | None]:
     """For each flat buffer the weights in the same order and cut, None where there is no such view."""
     optimizer = engine.optimizer
     if live.kind == "zero":
@@ -351,7 +356,7 @@ def _weights_beside(engine: DeepSpeedEngine, live: LiveOptimizer) -> list[torch.
         return list(optimizer.fp16_partitioned_groups_flat)
     if live.kind == "fused":
         return list(optimizer.fp16_groups_flat)
-    params = {name: param for param, name in param_names(engine).items()}
+    params = {name: param for param, name in param_names(engine, grid).items()}
     return [params[next(iter(buffer.shapes))] if live.kind == "unfused" else None for buffer in live.buffers]
 
 
@@ -432,20 +437,19 @@ def prove(
     return Proof(tensors=whole, unproved=left)
 
 
-def place(live: LiveOptimizer | None) -> tuple[int, int]:
+def place(live: Optimizer | None) -> tuple[int, int]:
     """This rank among those that divide the optimizer, and how many they are."""
     return (live.rank, live.dp) if live is not None else (0, 1)
 
 
 def _buffers(engine: DeepSpeedEngine, prepared: Prepared) -> dict[str, torch.Tensor]:
     """The engine's tensors as they are now: masters and states are looked up anew, in the optimizer."""
-    live = live_optimizer(engine)
-    optimizer = engine.optimizer
+    states = inner_of(engine).state if prepared.live is not None else {}
     of_module = ("module/", "weight/", "frozen/")
     found = {name: tensor for name, tensor in prepared.wants.tensors.items() if name.startswith(of_module)}
-    for number, buffer in enumerate(live.buffers if live is not None else ()):
-        found[f"fp32/{number}"] = buffer.fp32
-        for kind, value in getattr(optimizer, "optimizer", optimizer).state.get(buffer.fp32, {}).items():
+    for number, masters in enumerate(masters_of(engine)):
+        found[f"fp32/{number}"] = masters
+        for kind, value in states.get(masters, {}).items():
             if hasattr(value, "data_ptr"):
                 found[f"{kind}/{number}"] = value
     return found
@@ -464,7 +468,7 @@ def _differences(read: Fingerprints[TensorKey], now: Fingerprints[TensorKey], ke
 
 
 def _summed(
-    engine: DeepSpeedEngine, live: LiveOptimizer | None, parts: Mapping[TensorKey, Fingerprint]
+    engine: DeepSpeedEngine, live: Optimizer | None, parts: Mapping[TensorKey, Fingerprint]
 ) -> dict[TensorKey, Fingerprint]:
     """The parts of all ranks that share the optimizer, added up. Collective."""
     import torch

@@ -1,7 +1,7 @@
 """Whether a checkpoint will load into a run of DeepSpeed that is still to come: what a load decides, decided before.
 
-The functions that decide are those of a load (`load.py`); they are given the engine of the coming run, foreseen, for
-one rank after the other. What other ranks find in the shards that they open is found here in all shards.
+The functions that decide are those of a load (`load.py`); they are given one rank of the coming run after the other.
+What other ranks find in the shards that they open is found here in all shards.
 """
 
 from __future__ import annotations
@@ -12,15 +12,26 @@ from importlib import metadata
 from math import gcd, prod
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
+from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
 from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
+from ds_reshard.formats.zero.flat import slice_numel
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.adopt import group_values
-from ds_reshard.hosts.deepspeed.coming_engine import ComingEngine, filled, parsed
+from ds_reshard.hosts.deepspeed.coming import (
+    ComingModel,
+    Launch,
+    Training,
+    filled,
+    given_model,
+    no_model,
+    parsed,
+    precision,
+    saved_model,
+)
 from ds_reshard.hosts.deepspeed.coming_grid import (
     assumed,
     held_by,
@@ -29,17 +40,17 @@ from ds_reshard.hosts.deepspeed.coming_grid import (
     refuse_unforeseen,
     spot_of,
 )
-from ds_reshard.hosts.deepspeed.coming_model import ComingModel, cast_model, given_model, no_model, saved_model
-from ds_reshard.hosts.deepspeed.coming_optimizer import precision
+from ds_reshard.hosts.deepspeed.engine import autotp_in
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load import foresee
+from ds_reshard.hosts.deepspeed.load import Considered, foresee
 from ds_reshard.hosts.deepspeed.move import counters
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
-from ds_reshard.hosts.deepspeed.ready import Decision, only_as_saved
-from ds_reshard.hosts.deepspeed.resume import UNHOOKED, report, restrict
+from ds_reshard.hosts.deepspeed.ready import Decision
+from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
+from ds_reshard.model.records import ElementType
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
@@ -51,7 +62,6 @@ from ds_reshard.resume.scheduler_policy import SCHEDULED
 
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
 _MOST_RANKS = 12
 _SCRIPTS = "the script's"
@@ -165,12 +175,12 @@ class _Forecasting:
                 raise
             if not found.tag and not found.faults:
                 raise _nothing(self.request.load_dir)
-            engine = self._engine(0)
-            refuse_stage(engine.coming_grid, engine.kind.stage)
-            self.notes += assumed(engine.coming_grid)
-            decision, prepared = self._decided(engine, whole=True)
+            first = self._run(0)
+            refuse_stage(first.run.grid, first.run.stage)
+            self.notes += assumed(first.run.grid)
+            decision, prepared = self._decided(first, whole=True)
             firsts = (column // tp * self.sizes.dp * tp + column % tp for column in range(1, tp * self.coming.pp))
-            others = [self._decided(self._engine(rank), whole=True)[0] for rank in firsts]
+            others = [self._decided(self._run(rank), whole=True)[0] for rank in firsts]
             self._compare_rows([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
@@ -178,14 +188,13 @@ class _Forecasting:
             if prepared is None:
                 return
             for rank in self._ranks():
-                other = engine if rank == 0 else self._engine(rank)
-                own = prepared if rank == 0 else self._decided(other, whole=False)[1]
+                own = prepared if rank == 0 else self._decided(self._run(rank), whole=False)[1]
                 if own is not None:
-                    self.costs.append(_cost(rank, other, self.config, decision, own))
-            self.report = _report(engine, decision, prepared)
+                    self.costs.append(_cost(rank, self.config, decision, own))
+            self.report = _report(first, decision, prepared)
 
     def _look(self, row: int, settings: Settings) -> Found:
-        """What a tensor-parallel rank of the load will find; again by the load's own code, once there is an engine."""
+        """What a tensor-parallel rank of the load will find; again by the load's own code, once there is a run."""
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
         place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
@@ -203,10 +212,6 @@ class _Forecasting:
         folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         found = compare_signatures(said, folder, states=states)
         found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
-        if only_as_saved(found) and all(one.as_saved for one in decisions):
-            for one in decisions:
-                one.loader = "DeepSpeed"
-            return
         raise_faults(found, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
@@ -248,17 +253,16 @@ class _Forecasting:
             return False
         return True
 
-    def _engine(self, rank: int) -> ComingEngine:
+    def _run(self, rank: int) -> Training:
         assert self.ds is not None
         checkpoint = self.rows.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
-        spot = spot_of(rank, self.sizes, checkpoint, self.config)
-        if checkpoint is not None:
-            rules = parse_settings(self.config).tensor_parallel
-            checkpoint = held_by(checkpoint, replace(spot.grid, row=spot.grid.row._replace(rules=rules)))
+        spot = spot_of(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
+        checkpoint = held_by(checkpoint, spot.grid) if checkpoint is not None else None
         alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
         if alike not in self._models:
             self._models[alike] = self._built(checkpoint)
-        return ComingEngine(self.ds, self.config, checkpoint, self._models[alike], spot, sp=self.coming.sp)
+        made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], spot=spot)
+        return made.training(sp=self.coming.sp)
 
     def _built(self, checkpoint: ZeroCheckpoint | None) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
@@ -270,7 +274,7 @@ class _Forecasting:
             try:
                 with torch.device("meta"):
                     made = self.coming.model()
-                return cast_model(given_model(made), dtype)
+                return given_model(made, dtype, autotp=autotp_in(self.config))
             except ReshardError as error:
                 self.faults += faults_of(error)
             except (Exception, SystemExit) as error:  # of the factory, which is anybody's
@@ -288,19 +292,22 @@ class _Forecasting:
             for one in (checkpoint.model.config, self.config)
         )
         kept = dtype is None and was == now
-        return saved_model(checkpoint, None if kept else dtype or torch.float32)
+        return saved_model(checkpoint, None if kept else dtype or ElementType.FLOAT32)
 
-    def _decided(self, engine: ComingEngine, *, whole: bool) -> tuple[Decision, Prepared | None]:
+    def _decided(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
         """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told."""
-        as_engine = cast("DeepSpeedEngine", engine)
-        mine, found, decision = foresee(as_engine, self.request, self.tag, whole=whole)
+        run, settings = coming.run, parse_settings(self.config)
+        settings = replace(settings, trust=trusted(settings.trust))
+        policy = policy_of(run.kind, settings, module_only=False)
+        direct = settings.enabled and not (run.features and run.universal)
+        mine = Considered(settings=settings, policy=policy, universal=run.universal, run=run if direct else None)
+        found, decision = foresee(coming, mine, self.request, self.tag, whole=whole)
         if decision.loader != "DeepSpeed" or found.checkpoint is None:
             return decision, decision.prepared
-        groups = SavedGroups(mine.live, found.checkpoint, mine.grid)
         assert decision.resume is not None
-        request = decision.resume.request
+        groups = SavedGroups(run.optimizer, found.checkpoint, run.grid)
         try:
-            return decision, prepare(as_engine, mine.live, mine.grid, found.checkpoint, groups, request, mine.settings)
+            return decision, prepare(run, found.checkpoint, groups, decision.resume.request, settings)
         except ReshardError as error:
             if any(fault.where.startswith("parameter ") for fault in faults_of(error)):
                 raise  # DeepSpeed refuses that as well
@@ -350,19 +357,19 @@ def _batch(ds: DeepSpeedConfig, checkpoint: ZeroCheckpoint | None) -> dict[str, 
     return {name: (saved.get(name), getattr(ds, name)) for name in names}
 
 
-def _cost(
-    rank: int, engine: ComingEngine, config: Mapping[str, object], decision: Decision, prepared: Prepared
-) -> RankCost:
+def _cost(rank: int, config: Mapping[str, object], decision: Decision, prepared: Prepared) -> RankCost:
     """Bytes and files that one rank reads, and what its engine holds."""
-    live, wants, grid = prepared.live, prepared.wants, engine.coming_grid
-    masters = sum(buffer.fp32.nbytes for buffer in live.buffers) if live is not None else 0
+    live, wants, grid, run = prepared.live, prepared.wants, prepared.grid, prepared.run
+    masters = sum(buffer.held_numel * buffer.dtype.itemsize for buffer in live.buffers) if live is not None else 0
     types = {placement.buffer: placement.dtype for placement in wants.placements.values()}
     states = sum(numel * types[buffer].itemsize for buffer, numel in wants.sizes.items())
     weights = sum(
-        prod(getattr(param, "ds_tensor", param).shape) * param.element_size() for param in engine.module.parameters()
+        (slice_numel(one.shape, run.data_ranks) if one.partitioned else prod(one.shape)) * one.dtype.itemsize
+        for one in run.module.tensors
+        if one.names and one.dtype is not None
     )
     if decision.loader == "DeepSpeed":  # reads its files whole
-        listing, data = prepared.checkpoint.listing, engine.seq_data_parallel_group.rank
+        listing, data = prepared.checkpoint.listing, run.data_rank
         # every column reads the first one's model file, too (`check_ckpt_list`, runtime/state_dict_factory.py, 0.19.8)
         models, own = {0, grid.column}, listing.column(grid.column)
         files = [listing.column(number).model[data if listing.partitioned_model else 0] for number in sorted(models)]
@@ -390,37 +397,37 @@ def _of_layers(grid: LiveGrid, listing: Listing) -> list[str]:
     return [*layers, *listing.experts.values()]
 
 
-def _report(engine: ComingEngine, decision: Decision, prepared: Prepared) -> ResumeReport | None:
+def _report(coming: Training, decision: Decision, prepared: Prepared) -> ResumeReport | None:
     """The table of the load, by the code that makes it, of the values that the load takes over."""
     resume, live, values = decision.resume, prepared.live, prepared.values
     if resume is None:
         return None
-    as_engine = cast("DeepSpeedEngine", engine)
     if live is None or live.stage != 0:
-        counters(as_engine, prepared, resume.request)
+        counters(coming, prepared, resume.request)
     if live is not None and values is not None:
-        for group, hyper in zip(live.groups, group_values(live, values), strict=True):
+        groups = coming.optimizer.param_groups
+        for group, hyper in zip(groups, group_values(groups, live.buffers, values), strict=True):
             group.update({name: value for name, value in hyper.items() if name != "params"})
-        if "clip_grad" in values.extras and hasattr(engine.optimizer, "clip_grad") and live.kind != "zero3":
-            vars(engine.optimizer)["clip_grad"] = values.extras["clip_grad"]
+        if "clip_grad" in values.extras and hasattr(coming.optimizer, "clip_grad") and live.kind != "zero3":
+            vars(coming.optimizer)["clip_grad"] = values.extras["clip_grad"]
     if live is not None and live.stage == 0:
-        counters(as_engine, prepared, resume.request)
+        counters(coming, prepared, resume.request)
     resume.apply(Steps())
     if resume.proof is not None and decision.loader == "ds_reshard":
         resume.proof = "each tensor is proved by the load"
-    made = report(as_engine)
+    made = report(coming)
     saved = values.groups if values is not None else {}
-    rows = tuple(_as_far_as_known(row, engine, decision, saved) for row in made.rows)
-    unknown = engine.scripts_optimizer or engine.scripts_scheduler
+    rows = tuple(_as_far_as_known(row, coming, decision, saved) for row in made.rows)
+    unknown = coming.scripts_optimizer or coming.scripts_scheduler
     warnings = [one for one in made.warnings if one != UNHOOKED]
     return replace(made, rows=rows, warnings=tuple(one for one in warnings if not (unknown and "learning rate" in one)))
 
 
-def _as_far_as_known(row: Row, engine: ComingEngine, decision: Decision, saved: Mapping[int, object]) -> Row:
+def _as_far_as_known(row: Row, coming: Training, decision: Decision, saved: Mapping[int, object]) -> Row:
     """A row without what only the script knows: what its optimizer and its scheduler begin with."""
     group, _, name = row.name.removeprefix("group ").partition(": ") if row.name.startswith("group ") else ("", "", "")
-    by_scheduler = engine.scripts_scheduler and name in SCHEDULED - {"weight_decay"}
-    if not name or not (engine.scripts_optimizer or by_scheduler):
+    by_scheduler = coming.scripts_scheduler and name in SCHEDULED - {"weight_decay"}
+    if not name or not (coming.scripts_optimizer or by_scheduler):
         return row
     assert decision.resume is not None
     policy = decision.resume.policy

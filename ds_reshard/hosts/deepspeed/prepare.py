@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING
 
-from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.content import SAME_BYTES
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
@@ -26,31 +23,24 @@ from ds_reshard.hosts.deepspeed.copies import (
     plan_of,
     same_values,
     shares_unproved,
+    ties_restored,
 )
-from ds_reshard.hosts.deepspeed.divided import Share, more_rows, run_shares
+from ds_reshard.hosts.deepspeed.divided import more_rows, run_shares
+from ds_reshard.hosts.deepspeed.engine import Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
     Request,
     clipping_faults,
     extra_state,
-    in_fp16,
     live_entries,
     loss_scaling,
     revived,
     scalar,
 )
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
+from ds_reshard.hosts.deepspeed.foreign import SAME_BYTES
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.live import LiveOptimizer, live_kind, param_shape
-from ds_reshard.hosts.deepspeed.load_targets import (
-    Wants,
-    entries_of,
-    group_faults,
-    kept_quantized,
-    state_faults,
-    want_model,
-    want_optimizer,
-)
+from ds_reshard.hosts.deepspeed.load_targets import Wants, group_faults, state_faults, want_model, want_optimizer
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
@@ -58,14 +48,11 @@ from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.live_run import LiveTensor, Share
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Plan
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
-
 
 logger = logging.getLogger("ds_reshard")
 
@@ -80,8 +67,7 @@ class Prepared:
 
     checkpoint: ZeroCheckpoint
     model: ModelStates
-    live: LiveOptimizer | None
-    grid: LiveGrid
+    run: Run
     wants: Wants
     index: Index
     plan: Plan
@@ -90,6 +76,14 @@ class Prepared:
     entries: Mapping[str, object]
     extra: Mapping[str, object]
     shards: ZeroShards
+
+    @property
+    def live(self) -> Optimizer | None:
+        return self.run.optimizer
+
+    @property
+    def grid(self) -> LiveGrid:
+        return self.run.grid
 
 
 class ForeignShards(ZeroShards):
@@ -119,46 +113,40 @@ def shards_of(checkpoint: ZeroCheckpoint, request: Request) -> ZeroShards:
 
 @uncollected()
 def prepare(
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer | None,
-    grid: LiveGrid,
-    checkpoint: ZeroCheckpoint,
-    groups: SavedGroups,
-    request: Request,
-    settings: Settings,
+    run: Run, checkpoint: ZeroCheckpoint, groups: SavedGroups, request: Request, settings: Settings
 ) -> Prepared:
     """Match model, groups and states, plan the copies and open the shards they need; no mutation.
 
     Raises every fault found on this rank at once.
     """
-    subject = f"loading {checkpoint.listing.folder}"
+    subject, live, grid = f"loading {checkpoint.listing.folder}", run.optimizer, run.grid
     loads_optimizer = request.load_optimizer and live is not None
     shards = shards_of(checkpoint, request)
-    divided, faults = run_shares(engine, grid, checkpoint)
-    model_now, strict = live_model(engine, live, grid, divided), request.strict
+    divided, faults = run_shares(run, checkpoint)
+    model_now, strict = live_model(run, divided), request.strict
     found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer)
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict)
-    faults += live.faults() if live is not None else ()
+    faults += size_faults(live) if live is not None else ()
     raise_faults(faults, subject=subject)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
         checkpoint, extents = groups.ordered
         shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
     values = None
     if loads_optimizer and live is not None:
-        values, found = _optimizer_values(engine, live, checkpoint, groups, settings, request)
+        values, found = _optimizer_values(run, live, checkpoint, groups, settings, request)
         if request.moments:
-            found += [*_unfollowed(checkpoint), *state_faults(engine, live, checkpoint)]
+            found += [*_unfollowed(checkpoint), *state_faults(live, checkpoint)]
         faults += found
         raise_faults(faults, subject=subject)
-    own = live is None or live.stage == 0 or live.kind == "zero3" or bool(engine.zero_load_from_fp32_weights())
+    own = live is None or live.stage == 0 or live.kind == "zero3" or run.from_masters
     masters, states = loads_optimizer and own, loads_optimizer and request.moments
     wants = Wants(checkpoint=checkpoint, divided=divided)
-    _fill(wants, engine, live, grid, request, loads_optimizer=loads_optimizer, states=states, masters=masters)
-    model = _own_model(engine, checkpoint, grid)
+    _fill(wants, run, request, loads_optimizer=loads_optimizer, states=states, masters=masters)
+    model = _own_model(run, checkpoint)
     if model is not checkpoint.model and checkpoint.listing.partitioned_model:
-        wants.take_buffers(model)
-    entries = dict(live_entries(engine, model, request, settings))
-    if request.scheduler and not request.module_only and engine.lr_scheduler is not None:
+        wants.take_buffers(run.module.tensors, model)
+    entries = dict(live_entries(run.scheduler, model, request, settings))
+    if request.scheduler and not request.module_only and run.scheduler is not None:
         entries["lr_scheduler"], found = groups.scheduler(entries.get("lr_scheduler"), request.replaced)
         faults += found
     index = Index(checkpoint.layout, shards)
@@ -167,7 +155,7 @@ def prepare(
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.layout.shards[MODEL], size):
             index.open(MODEL, shard)
-    faults += names_apart(wants.state, checkpoint, index, memory_nbytes=settings.memory_nbytes)
+    faults += names_apart(run.module.tensors, checkpoint, index, memory_nbytes=settings.memory_nbytes)
     faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     faults += [*of_later_stages(wants, grid), *shares_unproved(wants, prove=settings.prove)]
     compared = shards.compare() if isinstance(shards, ForeignShards) else ()
@@ -176,29 +164,28 @@ def prepare(
     return Prepared(
         checkpoint=checkpoint,
         model=model,
-        live=live,
-        grid=grid,
+        run=run,
         wants=wants,
         index=index,
         plan=plan,
         values=values,
         masters=masters,
         entries=entries,
-        extra=extra_state(engine, model, settings),
+        extra=extra_state(run.module.extra, model, settings),
         shards=shards,
     )
 
 
 def names_apart(
-    state: Mapping[str, object], checkpoint: ZeroCheckpoint, index: Index, *, memory_nbytes: int
+    tensors: Iterable[LiveTensor], checkpoint: ZeroCheckpoint, index: Index, *, memory_nbytes: int
 ) -> Iterator[Fault]:
     """Rank 0: names of one tensor of this run under which another format's folder holds weights that differ.
 
     That this run has one tensor under them is what proves them tied; a folder that was saved with each name's own bytes
     does not tell, and one of two that differ would be lost.
     """
-    for names, _ in entries_of(state) if checkpoint.foreign and not rank() else ():
-        keys = [TensorKey(name=name, kind=WEIGHT) for name in names]
+    for one in tensors if checkpoint.foreign and not rank() else ():
+        keys = [TensorKey(name=name, kind=WEIGHT) for name in one.entries]
         held = [key for key in keys if key in index.layout]
         for other in held[1:]:
             if not same_values(index, held[0], other, memory_nbytes=memory_nbytes):
@@ -207,29 +194,20 @@ def names_apart(
                 yield _mismatch(other.name, what, "the same bytes", "others", mend)
 
 
-def _own_model(engine: DeepSpeedEngine, checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
-    if len(checkpoint.stages) > 1 and len(checkpoint.stages) == grid.pp:
-        return model_of_stage(checkpoint, grid)
-    listing, number = checkpoint.listing, rank(engine.seq_data_parallel_group)
-    if not listing.partitioned_model or number == 0 or checkpoint.rows or engine.seq_dp_world_size != checkpoint.dp:
+def _own_model(run: Run, checkpoint: ZeroCheckpoint) -> ModelStates:
+    if len(checkpoint.stages) > 1 and len(checkpoint.stages) == run.grid.pp:
+        return model_of_stage(checkpoint, run.grid)
+    listing = checkpoint.listing
+    if not listing.partitioned_model or run.data_rank == 0 or checkpoint.rows or run.data_ranks != checkpoint.dp:
         return checkpoint.model
-    name = listing.model[number]
+    name = listing.model[run.data_rank]
     return listing.read(name, read_model_states)
 
 
-def _fill(
-    wants: Wants,
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer | None,
-    grid: LiveGrid,
-    request: Request,
-    *,
-    loads_optimizer: bool,
-    states: bool,
-    masters: bool,
-) -> None:
+def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, states: bool, masters: bool) -> None:
     """Want what the load is asked for."""
-    want_model(wants, engine, live, grid, masters=masters, strict=request.strict)
+    live = run.optimizer
+    want_model(wants, run, masters=masters, strict=request.strict)
     if live is None:
         return
     gathered = bool(wants.from_masters) and live.kind in ("zero", "bf16")
@@ -239,7 +217,7 @@ def _fill(
 
 def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from chain.from_iterable(checkpoint.uncut.values())
+    yield from checkpoint.uncut
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unfollowed.items():
             yield UnsupportedLayout.fault(
@@ -247,24 +225,18 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend=f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
+                mend="resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
 def _optimizer_values(
-    engine: DeepSpeedEngine,
-    live: LiveOptimizer,
-    checkpoint: ZeroCheckpoint,
-    groups: SavedGroups,
-    settings: Settings,
-    request: Request,
+    run: Run, live: Optimizer, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, request: Request
 ) -> tuple[OptimizerValues, list[Fault]]:
     """What the optimizer takes over; without moments neither scalar states nor a step count."""
     facts, moments = checkpoint.facts, request.moments
     assert facts is not None
-    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     told = {n: {k: v for k, v in one.items() if k not in request.replaced} for n, (one, _) in groups.matched.items()}
-    faults = [*group_faults(inner, told)] if moments else []
+    faults = [*group_faults(live, told)] if moments else []
     hyper: dict[int, Mapping[str, object]] = {}
     for number, (saved, differing) in groups.matched.items():
         faults += [fault for key, fault in differing if key not in request.replaced]
@@ -277,8 +249,8 @@ def _optimizer_values(
         scalars[number] = {name: scalar(value) for name, value in found.items()}
         faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
     entries = checkpoint.optimizer_entries
-    faults += clipping_faults(engine, entries, request.replaced)
-    extras = loss_scaling(engine, checkpoint, settings, request)
+    faults += clipping_faults(live.computes_norm, entries, request.replaced)
+    extras = loss_scaling(run, checkpoint, settings, request)
     step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 
@@ -303,75 +275,95 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
     ]
 
 
-def same_buffers(
-    engine: DeepSpeedEngine, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid
-) -> bool:
-    """True if the saved buffers are those of this run, so that DeepSpeed's own load finds each where it saved it.
+def same_layout(run: Run, checkpoint: ZeroCheckpoint) -> bool:
+    """Whether DeepSpeed itself loads this checkpoint into this engine, rightly.
 
-    That takes the same stage, wrapper, sizes, precision, file prefix, order of parameters in every flat buffer
-    (round-robin), gaps (parameter alignment), sub-groups and param groups. At stage 0 every data-parallel size is the
-    same; above it those of several pipeline stages, or of experts, are never compared.
+    That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
+    flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
+    optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
+    loses what is not tied of tied modules, all of one that the first stage has no file of, and bf16 at stage 0
+    (`BF16_Optimizer._load_legacy_checkpoint`); experts of several expert-parallel ranks it takes for those of any other
+    number, fp32 states of 16-bit masters and states that are no fractions it casts, and what an optimizer needs in its
+    groups, or another rule of its steps, it overlooks. Between fp16 and another precision it would take over how the
+    loss was scaled.
     """
-    if checkpoint.foreign or checkpoint.model.renamed or engine.load_universal_checkpoint():
+    live, grid = run.optimizer, run.grid
+    if checkpoint.foreign or checkpoint.model.renamed:
         return False
-    if checkpoint.rows or len(checkpoint.columns) > 1 or (checkpoint.stages and checkpoint.stage != 0):
+    if {one.names[0] for one in run.module.tensors if one.quantized} != checkpoint.model.quantized:
         return False
-    if bool(checkpoint.stages) != bool(grid.parts):
+    if live is not None and checkpoint.model.in_fp16 is not run.fp16:
         return False
-    if checkpoint.listing.places:
-        sizes = {experts.total // experts.held for experts in grid.experts.values()}
-        return same_places(checkpoint, sizes, None if live is None else live.groups)
-    if any(order_faults(checkpoint, grid, live)):
+    if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
-    if kept_quantized(engine) != checkpoint.model.quantized:
+    sizes = {one.total // one.held for one in grid.experts.values()}
+    if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
-    if live is not None and checkpoint.model.in_fp16 is not in_fp16(engine):
+    if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
+        return False
+    if checkpoint.stages and checkpoint.stage != 0:
+        return False
+    if checkpoint.stages and (any(order_faults(checkpoint, grid, live)) or not ties_restored(checkpoint, grid)):
         return False
     if live is None or live.stage == 0:
-        return checkpoint.stage == 0 and live_kind(engine) == stage0_kind(checkpoint)
-    optim, facts = checkpoint.optim, checkpoint.facts
-    if optim is None or facts is None or optim.elastic:
+        return checkpoint.stage == 0 and run.kind == stage0_kind(checkpoint)
+    optim = checkpoint.optim
+    if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
-    if (checkpoint.kind, checkpoint.stage, checkpoint.dp) != (live.kind, live.stage, live.dp):
+    if (checkpoint.kind, checkpoint.stage) != (live.kind, live.stage):
         return False
-    if (checkpoint.listing.optim_prefix == "bf16_") != bool(engine.bfloat16_enabled()):
+    if (checkpoint.listing.optim_prefix == "bf16_") != run.bf16:
         return False
-    shapes = [list(group.items()) for group in checkpoint.model.param_shapes or ()]
-    if shapes != [list(buffer.shapes.items()) for buffer in live.buffers]:
+    saved_groups = checkpoint.model.param_shapes or ()
+    if [list(s.items()) for s in saved_groups] != [list(b.shapes.items()) for b in live.buffers]:
         return False
-    if [_gaps(one.alignment) for one in optim.partitions] != [_gaps(buffer.gaps) for buffer in live.buffers]:
-        return False
-    return [list(group.members) for group in facts.groups] == [live.members(n) for n in range(len(live.groups))]
+    for buffer, partition in zip(live.buffers, optim.partitions, strict=True):
+        if _gaps(buffer.gaps) != _gaps(partition.alignment):
+            return False
+        narrow = min(partition.fp32.dtype.itemsize, buffer.dtype.itemsize)
+        if any(state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()):
+            return False
+    facts = checkpoint.facts
+    assert facts is not None
+    for number, (group, told) in enumerate(zip(live.groups, facts.groups, strict=False)):
+        saved = told.hyperparameters or {}
+        if "bias_correction" in group.keys() - saved.keys() or any(group_faults(live, {number: saved})):
+            return False
+    return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
 
 
 def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:
     return tuple(gaps) if gaps and any(gaps) else None
 
 
-def live_model(
-    engine: DeepSpeedEngine, live: LiveOptimizer | None, grid: LiveGrid, divided: Mapping[str, Share]
-) -> LiveModel:
-    """Names and shapes of the engine's module, whole ones of what is divided; the state dict is not gathered."""
-    named = {grid.named(name): param for name, param in engine.module.named_parameters()}
-    shapes = {name: param_shape(param) for name, param in named.items()}
+def live_model(run: Run, divided: Mapping[str, Share]) -> LiveModel:
+    """Names and shapes of the run's module, whole ones of what is divided."""
+    live, shapes = run.optimizer, run.module.shapes()
+    trained = {one.names[0] for one in run.module.tensors if one.trainable}
     if live is not None:
         owned = {name for buffer in live.buffers for name in buffer.shapes}
-        owned |= {name for name, param in named.items() if param.requires_grad and not prod(shapes[name])}
-    else:
-        owned = {name for name, param in named.items() if param.requires_grad}
+        trained = owned | {name for name in trained if not prod(shapes[name])}
     shapes |= {name: share.shape for name, share in divided.items() if name in shapes}
-    entries = {grid.named(name): value for name, value in engine.module.state_dict(keep_vars=True).items()}
-    parameters = {id(param) for param in named.values()}
+    buffers = {name: one.shape for one in run.module.tensors if not one.names for name in one.entries}
     return LiveModel(
-        trainable={name: shape for name, shape in shapes.items() if name in owned},
-        frozen={name: shape for name, shape in shapes.items() if name not in owned},
-        buffers={
-            name: tuple(value.shape)
-            for name, value in entries.items()
-            if hasattr(value, "shape") and id(value) not in parameters
-        },
-        keys=frozenset(entries),
+        trainable={name: shape for name, shape in shapes.items() if name in trained},
+        frozen={name: shape for name, shape in shapes.items() if name not in trained},
+        buffers={**buffers, **run.module.others},
+        keys=run.module.names,
     )
+
+
+def size_faults(live: Optimizer) -> Iterator[Fault]:
+    """A fault if a flat buffer has not the size that the layout rule gives it: the rule is then not this run's."""
+    for number, buffer in enumerate(live.buffers):
+        if buffer.held_numel != buffer.partition_numel:
+            yield UnsupportedLayout.fault(
+                f"flat buffer {number} of the running engine",
+                f"is not partitioned over the {live.dp} ranks of its data-parallel group",
+                f"{buffer.partition_numel} elements",
+                f"{buffer.held_numel}",
+                mend="build the engine in a fresh process; with a device mesh, resume as it was saved",
+            )
 
 
 def model_faults(
@@ -440,7 +432,7 @@ class SavedGroups:
     """
 
     def __init__(
-        self, live: LiveOptimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool = True
+        self, live: Optimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool = True
     ) -> None:
         self._live, self._checkpoint, self._grid, self._optimizer = live, checkpoint, grid, optimizer
 

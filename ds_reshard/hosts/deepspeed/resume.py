@@ -30,9 +30,9 @@ from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_fault
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, sequence_ranks
 from ds_reshard.hooks import Call
 from ds_reshard.hooks.installation import REGISTRY
-from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived, scale_name
+from ds_reshard.hosts.deepspeed.engine import live_groups, live_kind, refuse_use, restore_use, scale_name
+from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived
 from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
-from ds_reshard.hosts.deepspeed.live import live_kind, refuse_use, restore_use
 from ds_reshard.hosts.deepspeed.move import states_left
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
@@ -93,13 +93,13 @@ class ByScheduler(MutableMapping[object, Value]):
         return len(self._items)
 
 
-def policy_of(engine: DeepSpeedEngine, settings: Settings, *, module_only: bool) -> ResumePolicy:
-    """The policy of this process and of this engine's JSON.
+def policy_of(kind: str, settings: Settings, *, module_only: bool) -> ResumePolicy:
+    """The policy of this process and of an engine's JSON; `kind` is that of its optimizer.
 
     The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
     """
     policy = policy_sources.asked_policy(settings.resume)
-    if module_only or live_kind(engine) == "none":
+    if module_only or kind == "none":
         return ResumePolicy(report=policy.report)
     if not settings.enabled and not policy.is_default:
         what = "is false, and a resume policy was asked for: it cannot be applied"
@@ -142,13 +142,6 @@ def run_values(engine: DeepSpeedEngine) -> RunValues:
             beginning_of(engine.lr_scheduler)
         _VALUES[engine] = RunValues(engine)
     return _VALUES[engine]
-
-
-def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
-    """The live param groups of the torch optimizer inside the engine's."""
-    optimizer = getattr(engine, "optimizer", None)
-    groups: list[dict[str, object]] = getattr(getattr(optimizer, "optimizer", optimizer), "param_groups", [])
-    return groups
 
 
 def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
@@ -598,7 +591,7 @@ def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None
         return
     policy = asked_policy or ResumePolicy()
     if engine is not None:
-        policy = policy_of(engine, parse_settings(engine._config._param_dict), module_only=False)
+        policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
     if not policy.is_default:
         what = f"cannot be applied: the script gives {type(optimizer).__name__} its state past engine.load_checkpoint"
         raise ConfigError.of(", ".join(policy.asked.values()), what, mend=f"{_THROUGH_ENGINE}; or leave it out")
@@ -662,7 +655,7 @@ def save_checkpoint(call: Call) -> object:
     """Save as DeepSpeed does; rank 0 notes what was written, if a resume policy was asked for."""
 
     def note(engine: DeepSpeedEngine, tag: object) -> None:
-        policy = policy_of(engine, parse_settings(engine._config._param_dict), module_only=False)
+        policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
         files = _files(
             Path(str(call["save_dir"]), str(tag if tag is not None else f"global_step{engine.global_steps}"))
         )

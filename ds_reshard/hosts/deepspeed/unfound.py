@@ -7,20 +7,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
 
 from ds_reshard.errors import ConfigError, ModelMismatch
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.hosts.deepspeed.grid import LiveGrid, live_grid
+from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.name_map import NameMap, read_name_map
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.wrapper_names import patterns
-
-if TYPE_CHECKING:
-    from deepspeed.runtime.engine import DeepSpeedEngine
 
 logger = logging.getLogger("ds_reshard")
 _BASE_ALONE = """; where all that is trained is new, load the base before deepspeed.initialize, and not here:
@@ -125,11 +121,9 @@ class Renaming:
         return {}
 
 
-def renamed(listing: Listing, engine: DeepSpeedEngine, names: str | Mapping[str, object] | None) -> Listing:
-    """The listing, whose model files are read under the names of this engine where a map was given."""
+def renamed(listing: Listing, run: frozenset[str], names: str | Mapping[str, object] | None) -> Listing:
+    """The listing, whose model files are read under the names of a run where a map was given."""
     if names is None:
         return listing
-    grid = live_grid(engine)
-    run = frozenset(grid.named(name) for name in engine.module.state_dict(keep_vars=True))
     plain = not (listing.universal or listing.layers or listing.experts or listing.places or len(listing.columns) > 1)
     return replace(listing, rename=Renaming(read_name_map(names), run, plain))
