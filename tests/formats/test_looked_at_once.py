@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.door import OpenedZero
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import in_order
-from ds_reshard.hosts.deepspeed.adopt import adopt
+from ds_reshard.hosts.deepspeed.move import adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts

@@ -25,9 +25,9 @@ from ds_reshard.formats.zero.tensor_parallel import (
     redivided,
     uncovered,
 )
-from ds_reshard.hosts.deepspeed.divided import run_shares
 from ds_reshard.hosts.deepspeed.engine import module_of, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
+from ds_reshard.hosts.deepspeed.load_targets import run_shares
 from ds_reshard.model.layout import check_cover
 from ds_reshard.model.rules import Rule, rule_faults, rules_in
 

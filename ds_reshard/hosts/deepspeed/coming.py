@@ -29,7 +29,7 @@ from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.stage0 import param_groups, stage0_kind, torch_optimizer
 from ds_reshard.formats.zero.tensor_parallel import affine_maps
 from ds_reshard.hooks import Seam
-from ds_reshard.hosts.deepspeed.coming_grid import Spot
+from ds_reshard.hosts.deepspeed.coming_grid import Spot, not_foreseen, own_names, own_shards
 from ds_reshard.hosts.deepspeed.engine import (
     EXTRA_STATE,
     KEPT,
@@ -162,21 +162,30 @@ def _by_trainer(name: str, flags: Mapping[str, object]) -> object:
 class ComingModel:
     """The module of a rank, and the trainable parameters of each param group in the order of the script.
 
-    `groups` are the values that the script gives each, and `optimizer` its class; None where the JSON says it, or else
-    what was saved holds. `info` and `rules` are what the module says of how its parameters are divided.
+    `groups` are the values that the script gives each, and `optimizer` its class; None if the JSON says it, or else
+    those that were `saved` hold. `info` and `rules` are what the module says of how its parameters are divided.
     """
 
     module: LiveModule
     order: tuple[Sequence[str], ...]
     groups: tuple[Group, ...] | None = None
+    saved: tuple[Group, ...] = ()
     optimizer: type | None = None
     info: Mapping[str, object] = field(default_factory=dict)
     rules: Mapping[str, TensorRule | None] = field(default_factory=dict)
 
 
-def saved_model(checkpoint: ZeroCheckpoint, dtype: ElementType | None) -> ComingModel:
-    """The model that was saved, its floating-point weights and buffers of `dtype`, None for as they were saved."""
-    saved, shapes, order = checkpoint.model, saved_shapes(checkpoint), saved_order(checkpoint)
+def saved_model(checkpoint: ZeroCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> ComingModel:
+    """What a rank has of the model that was saved, its weights of `dtype`; None for as they were saved.
+
+    DeepSpeed casts parameters and no buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
+    """
+    saved, (shards, info) = checkpoint.model, own_shards(checkpoint, grid)
+    shapes = {**saved.trainable, **saved_shapes(checkpoint), **shards}
+    groups = [own_names(group, grid) for group in saved_order(checkpoint)]
+    order = tuple(group for group in groups if group)
+    if groups and not order and grid.parts:
+        raise not_foreseen(f"--pp {grid.pp}, with a stage that trains nothing")
     trained = {name for group in order for name in group}
     tied = {*saved.shared, *saved.shared.values()}
     tensors: dict[tuple[bool, object], list[str]] = {}
@@ -184,28 +193,50 @@ def saved_model(checkpoint: ZeroCheckpoint, dtype: ElementType | None) -> Coming
         storage = (record.storage.path, record.storage.key, record.byte_offset) if record.numel else name
         buffer, by_name = name in saved.buffer_names, name in tied or checkpoint.stage == 3 or checkpoint.foreign
         key: object = name if buffer else saved.shared.get(name, name) if by_name else storage
-        tensors.setdefault((buffer, key), []).append(name)
+        if grid.answers(name):
+            tensors.setdefault((buffer, key), []).append(name)
     # weights that no file of a layer holds, or that only masters tell
     tensors |= {(False, name): [name] for name in trained - saved.module.keys()}
     made = []
     for (buffer, _), names in tensors.items():
         first = saved.module.get(names[0])
         own = first.dtype if first is not None else dtype or ElementType.FLOAT32
-        shape = shapes[names[0]] if first is not None else saved.trainable.get(names[0], ())
-        kept = dtype if dtype is not None and own.is_floating else own
+        kept = dtype if dtype is not None and own.is_floating and not buffer else own
+        shape = next((shards[name] for name in names if name in shards), shapes.get(names[0], ()))
         trains = not buffer and kept.is_floating and not trained.isdisjoint(names)
         parameter = () if buffer else tuple(names)
         made.append(LiveTensor(names=parameter, entries=tuple(names), shape=shape, dtype=kept, trainable=trains))
-    info = saved.entries.get("universal_checkpoint_info")
+    objects = list(filter(grid.answers, saved.objects))
     return ComingModel(
         module=LiveModule(
             tensors=tuple(made),
-            names=frozenset({*saved.objects, *(name for one in made for name in one.entries)}),
-            unloaded={name: (None, frozenset()) for name in saved.objects if not name.endswith(EXTRA_STATE)},
+            names=frozenset({*objects, *(name for one in made for name in one.entries)}),
+            unloaded={name: (None, frozenset()) for name in objects if not name.endswith(EXTRA_STATE)},
         ),
-        order=tuple(order),
-        info=info if isinstance(info, dict) else {},
+        order=order,
+        saved=tuple(
+            values for values, group in zip(_saved_values(checkpoint, len(groups)), groups, strict=True) if group
+        ),
+        info=info,
     )
+
+
+def _saved_values(checkpoint: ZeroCheckpoint, count: int) -> list[Group]:
+    """The hyper-parameters of each saved param group, before a scheduler moved its rate."""
+    saved: Sequence[Mapping[str, object]] = ()
+    if checkpoint.facts is not None:
+        saved = [group.hyperparameters or {} for group in checkpoint.facts.groups]
+    elif isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
+        saved = param_groups(torch_optimizer(checkpoint.model))
+    made = []
+    for number in range(count):
+        values = dict(saved[number]) if number < len(saved) else {}
+        found = revived(values, trusted=frozenset(), where=f"param group {number}")
+        assert isinstance(found, dict)
+        made.append({name: value for name, value in found.items() if name not in ("params", "step")})
+        if "initial_lr" in made[-1]:  # what the saving script gave it
+            made[-1]["lr"] = made[-1].pop("initial_lr")
+    return made
 
 
 def no_model() -> ComingModel:
@@ -301,7 +332,7 @@ def factory_of(text: str) -> Callable[[], object]:
 def given_model(made: object, dtype: ElementType | None, *, autotp: bool) -> ComingModel:
     """What a factory has made: a module, or a module and the optimizer or param groups over its parameters.
 
-    Its tensors are cast as DeepSpeed casts them to its precision, by `module.half()` or `module.bfloat16()`, in place.
+    Its parameters are cast to `dtype` in place, as DeepSpeed casts them to its precision.
     """
     module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
     if not isinstance(module, torch.nn.Module):
@@ -324,9 +355,9 @@ def given_model(made: object, dtype: ElementType | None, *, autotp: bool) -> Com
         what, mend = "gives an optimizer of none of the module's parameters", "build it over module.parameters()"
         raise_faults([ConfigError.fault("--model", what, mend=mend)], subject="preflight")
     order, values = tuple(members for members, _ in kept), tuple(value for _, value in kept)
-    for tensor in [*module.parameters(), *module.buffers()]:
-        if dtype is not None and tensor.is_floating_point():
-            tensor.data = tensor.data.to(torch_dtype(dtype))
+    for param in module.parameters():
+        if dtype is not None and param.is_floating_point():
+            param.data = param.data.to(torch_dtype(dtype))
     return ComingModel(
         module=module_of(module, LiveGrid()),
         order=order,
@@ -546,31 +577,14 @@ class Launch:
 
     def _groups(self, count: int) -> list[Group]:
         """What each param group is given: by the model's script, by the JSON, or else what was saved."""
-        checkpoint = self.checkpoint
-        if self.model.groups is not None:
-            return [dict(group) for group in self.model.groups]
-        if self.by_json or checkpoint is None:
-            return [dict[str, object]() for _ in range(count)]
-        saved: Sequence[Mapping[str, object]] = ()
-        if checkpoint.facts is not None:
-            saved = [group.hyperparameters or {} for group in checkpoint.facts.groups]
-        elif isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
-            saved = param_groups(torch_optimizer(checkpoint.model))
-        made = []
-        for number in range(count):
-            values = dict(saved[number]) if number < len(saved) else {}
-            found = revived(values, trusted=frozenset(), where=f"param group {number}")
-            assert isinstance(found, dict)
-            made.append({name: value for name, value in found.items() if name not in ("params", "step")})
-            if "initial_lr" in made[-1]:  # what the saving script gave it, before a scheduler moved it
-                made[-1]["lr"] = made[-1].pop("initial_lr")
-        return made
+        given = self.model.groups or (() if self.by_json else self.model.saved)
+        return [dict(given[number]) if given else {} for number in range(count)]
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Optimizer]:
         """The values of the optimizer that steps, as torch has them; and the engine's optimizer."""
         kind, zero, spot, parameters = self.kind, self.ds.zero_config, self.spot, self.module.parameters()
         trained = ([name for name in group if parameters[name].trainable] for group in self.model.order)
-        shapes = [{name: parameters[name].shape for name in group} for group in trained if group]
+        shapes = [{name: parameters[name].shape for name in group} for group in trained]
         flats = list(self._flat_buffers(shapes))
         single = kind in ("torch", "unfused")
         masters = [next(iter(one.shapes.values())) if single else (one.partition_numel,) for one in flats]

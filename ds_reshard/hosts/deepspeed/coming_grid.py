@@ -10,22 +10,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.content import first_names, whole_tensors
-from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import experts_held, layer_files, layer_of, tied_key, ties_first
 from ds_reshard.formats.zero.target import INFO, splits_of
 from ds_reshard.formats.zero.tensor_parallel import pattern_info
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.region import Shape
 from ds_reshard.model.rules import Rule, given
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,45 +116,23 @@ def assumed(grid: LiveGrid) -> list[str]:
     return [f"the first layers of the stages are taken to be {', '.join(map(str, grid.parts[:-1]))}{tied}"]
 
 
-def held_by(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
-    """The checkpoint of a run that has what this rank has, and nothing else."""
-    if grid.row.size > 1 and checkpoint.rows:
-        checkpoint = _cut(checkpoint, grid)
-    if not grid.parts and not grid.experts:
-        return checkpoint
-    one = as_one_place(as_one_stage(checkpoint))
-    model, facts = one.model, one.facts
-
-    def own(of: Mapping[str, T]) -> dict[str, T]:
-        return {name: value for name, value in of.items() if grid.answers(name)}
-
-    model = replace(
-        model,
-        module=own(model.module),
-        objects=own(model.objects),
-        buffer_names=frozenset(filter(grid.answers, model.buffer_names)),
-        param_shapes=tuple(map(own, model.param_shapes)) if model.param_shapes is not None else None,
-        frozen_shapes=own(model.frozen_shapes),
-        shared=own(model.shared),
-    )
-    if facts is not None:
-        groups = [replace(group, members=_ordered(filter(grid.answers, group.members), grid)) for group in facts.groups]
-        facts = replace(facts, groups=tuple(group for group in groups if group.members))
-        if not facts.groups:
-            raise not_foreseen(f"--pp {grid.pp}, with a stage that trains nothing")
-    return replace(one, model=model, facts=facts)
+def own_names(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
+    """Those of a rank, as `named_parameters` has them: a PipelineModule's tied modules first, then layer by layer."""
+    own = filter(grid.answers, names)
+    return tuple(ties_first(sorted(own, key=lambda name: layer_of(name) or 0)) if grid.parts else own)
 
 
-def _ordered(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
-    """As `named_parameters` has them: of a PipelineModule tied modules come first, then layer by layer."""
-    return tuple(ties_first(sorted(names, key=lambda name: layer_of(name) or 0)) if grid.parts else names)
+def own_shards(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
+    """The shapes of a rank's shards if others than the saving ranks divide, and what its run would say of them.
 
-
-def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
-    """With the shards of another number of tensor-parallel ranks, each part in equal shares."""
+    Each part is divided in equal shares.
+    """
+    if grid.row.size == 1 or not checkpoint.rows:
+        said = checkpoint.model.entries.get(INFO)
+        return {}, said if isinstance(said, dict) else {}
     if checkpoint.stage == 0:
         raise not_foreseen(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
-    model, splits = checkpoint.model, splits_of(checkpoint)
+    splits = splits_of(checkpoint)
     with given(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
         found, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
     if faults:
@@ -167,16 +140,7 @@ def _cut(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ZeroCheckpoint:
     uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
         raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
-    own, firsts = {name: division.shards[grid.row.rank] for name, division in found.items()}, first_names(model)
-    made = {name: new_tensor(name, own.get(name, one.shape), one.dtype) for name, one in whole_tensors(model).items()}
-    model = replace(
-        model,
-        entries={**model.entries, INFO: pattern_info(found)},
-        module={name: made.get(firsts[name], one) for name, one in model.module.items()},
-        param_shapes=tuple({name: own[name] for name in group} for group in model.param_shapes or ()),
-        frozen_shapes={name: own[name] for name in model.frozen_shapes},
-    )
-    return replace(checkpoint, model=model)
+    return {name: division.shards[grid.row.rank] for name, division in found.items()}, pattern_info(found)
 
 
 def _experts(checkpoint: ZeroCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:

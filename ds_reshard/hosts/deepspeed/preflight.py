@@ -17,10 +17,10 @@ from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardErr
 from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.flat import slice_numel
+from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
-from ds_reshard.hosts.deepspeed.adopt import group_values
 from ds_reshard.hosts.deepspeed.coming import (
     ComingModel,
     Launch,
@@ -32,20 +32,13 @@ from ds_reshard.hosts.deepspeed.coming import (
     precision,
     saved_model,
 )
-from ds_reshard.hosts.deepspeed.coming_grid import (
-    assumed,
-    held_by,
-    not_foreseen,
-    refuse_stage,
-    refuse_unforeseen,
-    spot_of,
-)
+from ds_reshard.hosts.deepspeed.coming_grid import assumed, not_foreseen, refuse_stage, refuse_unforeseen, spot_of
 from ds_reshard.hosts.deepspeed.engine import autotp_in
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import Considered, foresee
-from ds_reshard.hosts.deepspeed.move import counters
+from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.ready import Decision
 from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict
@@ -257,14 +250,14 @@ class _Forecasting:
         assert self.ds is not None
         checkpoint = self.rows.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
         spot = spot_of(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
-        checkpoint = held_by(checkpoint, spot.grid) if checkpoint is not None else None
+        checkpoint = as_one_place(as_one_stage(checkpoint)) if checkpoint is not None else None
         alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
         if alike not in self._models:
-            self._models[alike] = self._built(checkpoint)
+            self._models[alike] = self._built(checkpoint, spot.grid)
         made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], spot=spot)
         return made.training(sp=self.coming.sp)
 
-    def _built(self, checkpoint: ZeroCheckpoint | None) -> ComingModel:
+    def _built(self, checkpoint: ZeroCheckpoint | None, grid: LiveGrid) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
         import torch
 
@@ -292,7 +285,7 @@ class _Forecasting:
             for one in (checkpoint.model.config, self.config)
         )
         kept = dtype is None and was == now
-        return saved_model(checkpoint, None if kept else dtype or ElementType.FLOAT32)
+        return saved_model(checkpoint, grid, None if kept else dtype or ElementType.FLOAT32)
 
     def _decided(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
         """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told."""

@@ -25,7 +25,6 @@ from ds_reshard.hosts.deepspeed.copies import (
     shares_unproved,
     ties_restored,
 )
-from ds_reshard.hosts.deepspeed.divided import more_rows, run_shares
 from ds_reshard.hosts.deepspeed.engine import Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import (
     OptimizerValues,
@@ -40,7 +39,15 @@ from ds_reshard.hosts.deepspeed.entries import (
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
 from ds_reshard.hosts.deepspeed.foreign import SAME_BYTES
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load_targets import Wants, group_faults, state_faults, want_model, want_optimizer
+from ds_reshard.hosts.deepspeed.load_targets import (
+    Wants,
+    group_faults,
+    more_rows,
+    run_shares,
+    state_faults,
+    want_model,
+    want_optimizer,
+)
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
