@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard import hosts
 from ds_reshard.containers.pickle_rules import trust_in
+from ds_reshard.formats.zero.names import OPTIMIZER_FILES
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import together
@@ -131,7 +132,9 @@ def _folder(trainer: Trainer, wanted: object) -> str | None:
 def refuse_unsafe_checkpoint(trainer: Trainer, folder: str) -> None:
     """Raise UnsafePickle on every rank where anything below the checkpoint's folder acts. Collective."""
     config = getattr(getattr(trainer.args, "hf_deepspeed_config", None), "config", None)
-    refuse_unsafe_folder(folder, trust=trust_in(config), unread=ARGUMENTS)
+    alone = isinstance(config, Mapping) and not policy_beside(config).loads_masters
+    unread = [ARGUMENTS, *([OPTIMIZER_FILES] if alone else [])]
+    refuse_unsafe_folder(folder, trust=trust_in(config), unread=unread)
 
 
 HOOKS = HostHooks(

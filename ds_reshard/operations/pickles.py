@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
@@ -100,19 +101,19 @@ def scan_files(paths: Iterable[str]) -> Scanned:
     return found
 
 
-def _parts(folder: str, *, objects: str | None = None) -> Mapping[str, set[tuple[int, int]]]:
+def _parts(folder: str, objects: Callable[[str], bool] | None = None) -> Mapping[str, set[tuple[int, int]]]:
     """The parts of each file of a folder of torch.distributed.checkpoint, as its directory says.
 
-    With `objects` those alone that are unpickled: objects whose names begin so, and tensors in which a pickle lies.
+    With `objects` those alone that are unpickled: objects whose keys it picks, and tensors in which a pickle lies.
     The directory is read whatever it names: what acts in it is found where it is scanned itself.
     """
     with in_force(ALLOW_ALL):
         found_there = [read_directory(folder, name) for name in directories(folder or ".")]
     places: list[Place] = []
     for directory in found_there:
-        places += [place for key, place in directory.objects.items() if key.startswith(objects or "")]
+        places += [place for key, place in directory.objects.items() if objects is None or objects(key)]
         for key, tensor in directory.tensors.items():
-            if objects is None or (key.startswith(objects) and key.endswith(EXTRA_STATE)):
+            if objects is None or (key.endswith(EXTRA_STATE) and objects(key)):
                 of_tensor = [chunk.place for chunk in tensor.chunks if chunk.place is not None]
                 places += [place for place in of_tensor if objects is not None or not place.transformed]
     found: dict[str, set[tuple[int, int]]] = {}
@@ -161,16 +162,16 @@ def refuse_unsafe_folder(
     trust: Iterable[str] = (),
     group: ProcessGroup | None = None,
     alone: bool = False,
-    objects: str = "",
-    unread: str = "",
+    objects: Callable[[str], bool] = lambda key: True,
+    unread: Sequence[str] = (),
 ) -> None:
     """Raise UnsafePickle on every rank where pickles of these files, else of all below a folder, act when loaded.
 
     Collective, unless a rank loads `alone`. `trust` are classes that may be named, beside those of
-    DS_RESHARD_SETTINGS; `objects` is how the names begin of those objects of torch.distributed.checkpoint that are
-    meant; of files called `unread`, which no framework loads, only what acts is refused. Ranks of one machine that see
-    the same files share them, and every machine scans all that it sees; nothing in them is run. What cannot be read as
-    a pickle where one must be is refused too: the framework might read it.
+    DS_RESHARD_SETTINGS; `objects` picks the objects of torch.distributed.checkpoint that are meant, by their keys; of
+    files whose names match a pattern of `unread`, which no framework loads, only what acts is refused. Ranks of one
+    machine that see the same files share them, and every machine scans all that it sees; nothing in them is run. What
+    cannot be read as a pickle where one must be is refused too: the framework might read it.
     """
     faults: list[Fault] = []
     subject = f"loading {folder}"
@@ -201,13 +202,14 @@ def refuse_unsafe_folder(
     agree([*faults, *(found or []), *more], subject=subject, cause=cause or failed, group=group)
 
 
-def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: str) -> list[Fault]:
+def _scan(targets: Iterable[ScanTarget], trust: Iterable[str], unread: Sequence[str]) -> list[Fault]:
     rules = PickleRules(trusted(trust))
     faults = [fault for one in targets for fault in scan_file(one.path, rules, one.parts, whole=one.whole).faults]
-    return [one for one in faults if one.error == "UnsafePickle" or os.path.basename(one.where) != unread]
+    passed = {one.where for one in faults if any(fnmatch(os.path.basename(one.where), name) for name in unread)}
+    return [one for one in faults if one.error == "UnsafePickle" or one.where not in passed]
 
 
-def _unpickled(paths: Iterable[str], objects: str, faults: list[Fault]) -> Iterator[ScanTarget]:
+def _unpickled(paths: Iterable[str], objects: Callable[[str], bool], faults: list[Fault]) -> Iterator[ScanTarget]:
     """What frameworks unpickle of these files: of torch.distributed.checkpoint its objects, and no plain tensor.
 
     torch reads tensors with `weights_only=True` (torch/distributed/checkpoint/filesystem.py, 2.13), and names its files
@@ -223,7 +225,7 @@ def _unpickled(paths: Iterable[str], objects: str, faults: list[Fault]) -> Itera
             of_folder[folder] = {}
             try:
                 if described[folder]:
-                    of_folder[folder] = _parts(folder, objects=objects)
+                    of_folder[folder] = _parts(folder, objects)
             except ReshardError as error:
                 faults += faults_of(error)
         parts = of_folder[folder].get(path)

@@ -493,10 +493,10 @@ def test_what_is_never_loaded_may_hold_a_class_of_ones_own(folder: Path) -> None
     (folder / "args.bin").write_bytes(pickle.dumps(Mine(), 2))
     with pytest.raises(TrustRequired):
         refuse_unsafe_folder(str(folder), alone=True)
-    refuse_unsafe_folder(str(folder), alone=True, unread="args.bin")
+    refuse_unsafe_folder(str(folder), alone=True, unread=["args.*"])
     (folder / "args.bin").write_bytes(EVIL)
     with pytest.raises(UnsafePickle, match=r"posix\.system"):
-        refuse_unsafe_folder(str(folder), alone=True, unread="args.bin")
+        refuse_unsafe_folder(str(folder), alone=True, unread=["args.*"])
 
 
 def _directory(folder: Path, change: Callable[[Any], object]) -> Path:

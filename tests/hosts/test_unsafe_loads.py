@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 import nanotron_builder
 from payloads import ACTING, Attack, before, put_before, twice
 
+from ds_reshard.containers.dcp_directory import read_directory
+
 pytestmark = [pytest.mark.distributed, pytest.mark.acts]
 
 MODEL = Model(groups=2)
@@ -284,6 +286,24 @@ def test_accelerate_with_deepspeed(worlds: Any, tmp_path: Path, file: str) -> No
     _assert_refused([(one["raised"], one["text"]) for one in told], tmp_path / "ran", file)
 
 
+SKIPPED = {"resume": {"optimizer": "skip"}}
+
+
+def test_accelerate_with_deepspeed_leaves_a_damaged_optimizer_out(worlds: Any, tmp_path: Path) -> None:
+    """Where the policy does; what acts in it is refused all the same."""
+    late = Late(clock="accelerate")
+    worlds[2].run("late_jobs.save_only", late=late, folder=str(tmp_path / "saved"))
+    first, second = sorted((tmp_path / "saved").glob("*/*optim_states.pt"))
+    first.write_bytes(first.read_bytes()[:1000])
+    given = {"late": late, "folder": str(tmp_path / "saved")}
+    assert {one["raised"] for one in worlds[2].run("late_jobs.resume", **given)} == {"CheckpointDamaged"}
+    told = worlds[2].run("late_jobs.resume", **given, policy=SKIPPED["resume"])
+    assert [(one["raised"], one.get("text")) for one in told] == [(None, None)] * 2
+    prefix()(second, tmp_path / "ran")
+    told = worlds[2].run("late_jobs.resume", **given, policy=SKIPPED["resume"])
+    _assert_refused([(one["raised"], one["text"]) for one in told], tmp_path / "ran", second.name)
+
+
 ZERO1 = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 1,
@@ -339,6 +359,19 @@ def test_the_trainers_own_checkpoint_is_loaded(
         "unsafe_jobs.trainer_resume", folder=str(folder), wanted=True, deepspeed=ZERO1 if deepspeed else None
     )
     assert told == [("", "")]
+
+
+def test_the_trainer_with_deepspeed_leaves_a_damaged_optimizer_out(
+    worlds: Any, trained: Callable[[bool], Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(trained(True), folder)
+    for file in folder.glob("checkpoint-4/*/*optim_states.pt"):
+        file.write_bytes(file.read_bytes()[:1000])
+    for section, expected in (({}, "CheckpointDamaged"), (SKIPPED, "")):
+        given = {"folder": str(folder), "wanted": True, "deepspeed": {**ZERO1, "ds_reshard": section}}
+        ((error, text),) = worlds[1].run("unsafe_jobs.trainer_resume", **given)
+        assert error == expected, text
 
 
 class Mine:
@@ -399,6 +432,25 @@ def test_torch_loads_nothing_that_acts(worlds: Any, tmp_path: Path, harm: Any, a
     told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), alone=alone)
     _assert_refused([(error, text) for error, text, _ in told], tmp_path / "ran", file)
     assert all(same for _, _, same in told)
+
+
+def test_torch_loads_tensors_beside_objects_that_are_damaged(worlds: Any, tmp_path: Path) -> None:
+    """Which no rank asks for, and torch does not read; one that a rank asks for ends the load of all, as what acts."""
+    folder = tmp_path / "saved"
+    worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder))
+    directory = read_directory(str(folder))
+    for place in directory.objects.values():
+        with open(place.path, "r+b") as file:
+            file.seek(place.byte_offset)
+            file.write(b"\xff" * place.nbytes)
+    told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), alone=True, left_out=("run",))
+    assert told == [("", "", False)] * 2
+    for left_out in ((), ("run",)):  # by rank 0 alone
+        told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), left_out=left_out)
+        assert {error for error, _, _ in told} == {"CheckpointDamaged"} and all(same for _, _, same in told)
+    _into_object(folder, tmp_path / "ran")
+    told = worlds[2].run("unsafe_jobs.dcp_load", folder=str(folder), alone=True, left_out=("run",))
+    assert {error for error, _, _ in told} == {"UnsafePickle"} and not (tmp_path / "ran").exists()
 
 
 def test_torch_loads_nothing_that_acts_by_a_url_of_local_files(worlds: Any, tmp_path: Path) -> None:

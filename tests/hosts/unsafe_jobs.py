@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -166,7 +167,10 @@ def trainer_save(folder: str, deepspeed: dict[str, Any] | None = None) -> list[s
 def trainer_resume(folder: str, wanted: str | bool, deepspeed: dict[str, Any] | None = None) -> tuple[str, str]:
     import ds_reshard
 
-    with ds_reshard.install("transformers"):
+    hooks = ("transformers", *(("deepspeed", "accelerate") if "ds_reshard" in (deepspeed or {}) else ()))
+    with contextlib.ExitStack() as stack:
+        for host in hooks:
+            stack.enter_context(ds_reshard.install(host))
         return _told(lambda: _trainer(folder, True, wanted, deepspeed))
 
 
@@ -187,11 +191,15 @@ def dcp_save(folder: str) -> None:
     dcp.save({"w": torch.arange(12.0).view(4, 3), "run": {"epoch": 3, "name": "x"}}, checkpoint_id=folder)
 
 
-def dcp_load(folder: str, alone: bool = False, sharded: bool = False) -> tuple[str, str, bool]:
-    """What is told, and whether the tensor that was to be filled is as it was."""
+def dcp_load(
+    folder: str, alone: bool = False, sharded: bool = False, left_out: tuple[str, ...] = ()
+) -> tuple[str, str, bool]:
+    """What is told, and whether the tensor that was to be filled is as it was; rank 0 leaves some keys out."""
     import ds_reshard
 
     held = {"w": torch.zeros(4, 3), "run": {"epoch": 0, "name": ""}}
+    for key in left_out if alone or not dist.get_rank() else ():
+        del held[key]
     with ds_reshard.install("fsdp"):
         if sharded:  # reads the directory before it loads
             error, text = _told(lambda: dcp.load_sharded_optimizer_state_dict(held, "w", dcp.FileSystemReader(folder)))

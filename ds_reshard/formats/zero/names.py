@@ -21,6 +21,8 @@ Told = TypeVar("Told")
 
 _MODEL = re.compile(r"mp_rank_([0-9]+)_model_states\.pt")
 _MODEL_ZERO3 = re.compile(r"zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_model_states\.pt")
+OPTIMIZER_FILES = "*_optim_states.pt"
+"""The files of a folder that a load of weights alone leaves out, as a pattern of the shell."""
 _OPTIM = re.compile(r"(bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_?optim_states\.pt")
 _LAYER = re.compile(r"layer_([0-9]+)(?:-model_([0-9]+))?-model_states\.pt")
 _MODEL_AS_FOUND = re.compile(r"(zero_pp_rank_.*_)?mp_rank_.*_model_states\.pt", re.DOTALL)

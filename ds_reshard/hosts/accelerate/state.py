@@ -26,7 +26,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, raise_faults
 from ds_reshard.execution import disk
-from ds_reshard.formats.zero.names import pattern_in_path
+from ds_reshard.formats.zero.names import OPTIMIZER_FILES, pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate import positions
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
@@ -154,7 +154,13 @@ def load_state(call: Call) -> object:
     if where is not None:
         if _by_deepspeed(accelerator) and not hosts.hooked("deepspeed"):
             raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
-        refuse_unsafe_folder(where, trust=trust_in(getattr(plugin, "deepspeed_config", None)))
+        config, given = getattr(plugin, "deepspeed_config", None), call["load_model_func_kwargs"]
+        alone = config is not None and not (
+            policy_beside(config).loads_masters
+            and given.get("load_optimizer_states", True)
+            and not given.get("load_module_only")
+        )
+        refuse_unsafe_folder(where, trust=trust_in(config), unread=[OPTIMIZER_FILES] if alone else [])
     # absolute: a name that begins with ~ would be expanded
     folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
     original = functools.partial(call, input_dir=folder)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ from typing import TYPE_CHECKING
 from ds_reshard import hosts
 from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
-from ds_reshard.errors import ConfigError, raise_faults
+from ds_reshard.containers.pickle_rules import UNSAFE
+from ds_reshard.errors import ConfigError, ReshardError, raise_faults
 from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
@@ -86,13 +88,35 @@ def load_directory(call: Call) -> object:
     with watched("fsdp", folder):
         refuse_policy("torch.distributed.checkpoint.load", folder, group, alone=alone)
         if folder is not None:
-            refuse_unsafe_folder(folder, group=group, alone=alone)
+            _refuse_unsafe(call.arguments.get("state_dict"), folder, group, alone=alone)
             if not alone:
                 path = Path(folder, METADATA)
                 read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
                 agree_files(read or {}, group, subject=f"loading {folder}")
             _refuse_left_out(call.arguments.get("state_dict"), folder, group, alone=alone)
         return call()
+
+
+def _refuse_unsafe(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool) -> None:
+    """Refuse a directory or an object that acts, and a damaged one that a rank asks for. Collective, unless `alone`.
+
+    torch unpickles the objects whose keys are in the state dict, and no others.
+    """
+    try:
+        refuse_unsafe_folder(folder, group=group, alone=alone)
+    except ReshardError as error:
+        if any(fault.error in UNSAFE for fault in error.faults):
+            raise
+        mine = list(map(str, wanted)) if isinstance(wanted, Mapping) else None
+        everyone = [mine] if alone else gather(mine, group)
+        if any(names is None for names in everyone):
+            raise
+        tops = {name for names in everyone for name in names or ()}
+
+        def asked(key: str) -> bool:
+            return any(key[:end] in tops for end in range(len(key) + 1) if key[end : end + 1] in ("", "."))
+
+        refuse_unsafe_folder(folder, group=group, alone=alone, objects=asked)
 
 
 def _refuse_left_out(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool) -> None:

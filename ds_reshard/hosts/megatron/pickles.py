@@ -41,7 +41,7 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
         return [path for path in paths if _rank_of(path) and path.endswith(MODEL)][:1]
 
     if load is None or load.scanned != folder:
-        unread = FLAT_FILE if load is not None and not load.policy.loads_masters else ""
+        unread = [FLAT_FILE] if load is not None and not load.policy.loads_masters else []
         refuse_unsafe_folder(folder, files, alone=not dist.is_initialized(), unread=unread)
     if not dist.is_initialized():
         yield
@@ -66,7 +66,9 @@ def load(call: Call) -> object:
 
 def read(call: Call) -> object:
     """The same on this rank alone, of what every rank reads: the directory, and the common state."""
-    refuse_unsafe_folder(os.fspath(call["checkpoint_dir"]), alone=True, objects="common_state")
+    refuse_unsafe_folder(
+        os.fspath(call["checkpoint_dir"]), alone=True, objects=lambda key: key.startswith("common_state")
+    )
     return call()
 
 

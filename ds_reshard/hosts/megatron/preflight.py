@@ -166,7 +166,7 @@ class _Forecasting:
         self.wanted = not arguments.finetune and not arguments.no_load_optim
         saved = self.saved = self._found(arguments)
         load = Load(policy=policy, optimizer=None, scheduler=None, where=saved.folder)
-        refuse_unsafe_folder(saved.folder, alone=True, unread="" if self.wanted else FLAT_FILE)
+        refuse_unsafe_folder(saved.folder, alone=True, unread=[] if self.wanted else [FLAT_FILE])
         chain = chain_of(saved.common.get("optimizer"), saved.objects)
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
