@@ -10,9 +10,8 @@ import pytest
 import torch
 from nanotron_builder import STEP, Run, values, write
 
-from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
-from ds_reshard.hosts.deepspeed.prepare import ForeignShards
+from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
@@ -50,8 +49,8 @@ def test_every_tensor_is_found(run: Run, renamed: bool, tmp_path: Path) -> None:
     names = tmp_path / "map.json"
     names.write_text(json.dumps(new))
     found = looked(write(run, tmp_path / "saved"), str(names) if renamed else None)
-    assert found.faults == () and found.checkpoint is not None and found.tag == str(STEP)
-    index = Index(found.checkpoint.layout, ForeignShards(found.checkpoint, optimizer=True))
+    assert found.faults == () and isinstance(found.checkpoint, ForeignCheckpoint) and found.tag == str(STEP)
+    index = found.checkpoint.open().index
     masters = {(name, "fp32"): one for (name, kind), one in truth.items() if kind == "weight" and not run.masters}
     expected = {(new[name], kind): one for (name, kind), one in {**truth, **masters}.items()}
     assert {(key.name, key.kind) for key in index.layout.placements} == set(expected)
@@ -69,13 +68,12 @@ def test_shards_of_several_saves_are_told(tmp_path: Path) -> None:
         state["step"] += 1
     torch.save(saved, path)
     checkpoint = looked(folder).checkpoint
-    assert checkpoint is not None
-    shards = ForeignShards(checkpoint, optimizer=True)
-    index = Index(checkpoint.layout, shards)
+    assert isinstance(checkpoint, ForeignCheckpoint)
+    shards = checkpoint.open()
     for family, count in checkpoint.layout.shards.items():
         for shard in range(count):
-            index.open(family, shard)
-    assert index.faults == []
+            shards.index.open(family, shard)
+    assert shards.index.faults == []
     said = [fault.line() for fault in shards.compare()]
     assert said and all("step" in line and path.name in line for line in said), said
 
@@ -86,12 +84,13 @@ def test_a_shard_that_is_damaged_is_told_where_it_lies(tmp_path: Path) -> None:
     path = sorted((folder / str(STEP) / "optimizer").glob("*.pt"))[1]
     checkpoint = looked(folder).checkpoint
     path.write_bytes(path.read_bytes()[:-100])
-    assert checkpoint is not None
-    shards = ForeignShards(checkpoint, optimizer=True)
-    with pytest.raises(CheckpointDamaged, match=path.name):
-        for family, count in checkpoint.layout.shards.items():
-            for shard in range(count):
-                shards.buffers(family, shard)
+    assert isinstance(checkpoint, ForeignCheckpoint)
+    shards = checkpoint.open()
+    for family, count in checkpoint.layout.shards.items():
+        for shard in range(count):
+            shards.index.open(family, shard)
+    assert [fault.error for fault in shards.index.faults] == ["CheckpointDamaged"] * len(shards.index.faults) != []
+    assert any(path.name in fault.where for fault in shards.index.faults)
 
 
 def test_a_map_that_is_wrong_is_told_with_all_that_is_wrong(tmp_path: Path) -> None:

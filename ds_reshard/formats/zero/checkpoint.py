@@ -104,40 +104,30 @@ class GridColumn:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ZeroCheckpoint:
-    """What all ranks know of a checkpoint before any of them opens its own shards.
+class AnyCheckpoint:
+    """What a load of DeepSpeed asks of a checkpoint, its own or one of another format; small and picklable.
 
-    Made by one rank from the listing, one model file and one optimizer file; small and picklable.
     `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
-    it would. `columns` are where the flat buffers of `optim` lie; under pipeline parallelism `model` and `optim` are
-    what all `stages` say together, `copies` the tensors of which a file before has a copy, and `late` names of weights
-    that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
+    it would. Under pipeline parallelism `model` and `optim` are what all `stages` say together, and `late` has names of
+    weights that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
-    was cut. With `masters_in_module` (fp32 training
-    at stage 0) the weights are the masters: both keys name the same bytes, and a reader wants them once. `layers` are
-    the files of a stage of a PipelineModule that is to be written, with the tensors by their names there. `foreign`
-    says that it was made of a checkpoint of another format. `uncut` are states of stage 0 that follow no parameter.
-    Copies of the next tensor-parallel rank are numbered from `copy_stride` on.
+    was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
+    bytes, and a reader wants them once. `uncut` are states of stage 0 that follow no parameter.
     """
 
     listing: Listing
     model: ModelStates
-    optim: OptimStates | None
     layout: Layout
     facts: OptimizerFacts | None
+    optim: OptimStates | None = None
     masters_in_module: bool = False
     universal: UniversalStates | None = None
-    foreign: bool = False
     grid: Grid = ONE_RANK
-    columns: tuple[GridColumn, ...] = ()
     stages: tuple[ModelStates, ...] = ()
-    copies: tuple[Mapping[str, TensorRecord], ...] = ()
     late: frozenset[str] = frozenset()
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
-    layers: Mapping[str, Mapping[str, TensorKey]] | None = None
     uncut: tuple[Fault, ...] = ()
-    copy_stride: int = 1
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
@@ -163,10 +153,6 @@ class ZeroCheckpoint:
     @property
     def dp(self) -> int:
         return self.model.dp
-
-    def copy_of(self, key: TensorKey) -> tuple[int, int]:
-        """The tensor-parallel rank, and of that the copy, counted through the stages, that a key of a copy means."""
-        return divmod(key.copy, self.copy_stride)
 
     @property
     def of_grid(self) -> bool:
@@ -203,6 +189,24 @@ class ZeroCheckpoint:
         if self.optim is not None:
             return self.optim.kind
         return {0: "none", 3: "zero3"}.get(self.stage, "zero")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroCheckpoint(AnyCheckpoint):
+    """What all ranks know of a DeepSpeed folder before any of them opens its own shards.
+
+    Made by one rank from the listing, one model file and one optimizer file. `columns` are where the flat buffers of
+    `optim` lie, `copies` the tensors of which a file before has a copy. Copies of the next tensor-parallel rank are
+    numbered from `copy_stride` on.
+    """
+
+    columns: tuple[GridColumn, ...] = ()
+    copies: tuple[Mapping[str, TensorRecord], ...] = ()
+    copy_stride: int = 1
+
+    def copy_of(self, key: TensorKey) -> tuple[int, int]:
+        """The tensor-parallel rank, and of that the copy, counted through the stages, that a key of a copy means."""
+        return divmod(key.copy, self.copy_stride)
 
 
 def sequence_ranks(entries: Mapping[str, object]) -> int:

@@ -22,7 +22,8 @@ import torch
 
 from ds_reshard.errors import ConfigError, ModelMismatch, error_of, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import ALONE, AnyCheckpoint, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.content import dealt_in_turn
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule, arranged, turned_back
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import expert_of
@@ -175,7 +176,7 @@ class ComingModel:
     rules: Mapping[str, TensorRule | None] = field(default_factory=dict)
 
 
-def saved_model(checkpoint: ZeroCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> ComingModel:
+def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> ComingModel:
     """What a rank has of the model that was saved, its weights of `dtype`; None for as they were saved.
 
     DeepSpeed casts parameters and no buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
@@ -191,7 +192,7 @@ def saved_model(checkpoint: ZeroCheckpoint, grid: LiveGrid, dtype: ElementType |
     tensors: dict[tuple[bool, object], list[str]] = {}
     for name, record in saved.module.items():
         storage = (record.storage.path, record.storage.key, record.byte_offset) if record.numel else name
-        buffer, by_name = name in saved.buffer_names, name in tied or checkpoint.stage == 3 or checkpoint.foreign
+        buffer, by_name = name in saved.buffer_names, name in tied or checkpoint.stage == 3
         key: object = name if buffer else saved.shared.get(name, name) if by_name else storage
         if grid.answers(name):
             tensors.setdefault((buffer, key), []).append(name)
@@ -221,7 +222,7 @@ def saved_model(checkpoint: ZeroCheckpoint, grid: LiveGrid, dtype: ElementType |
     )
 
 
-def _saved_values(checkpoint: ZeroCheckpoint, count: int) -> list[Group]:
+def _saved_values(checkpoint: AnyCheckpoint, count: int) -> list[Group]:
     """The hyper-parameters of each saved param group, before a scheduler moved its rate."""
     saved: Sequence[Mapping[str, object]] = ()
     if checkpoint.facts is not None:
@@ -246,22 +247,21 @@ def no_model() -> ComingModel:
     return ComingModel(module=LiveModule(tensors=(tensor,), names=frozenset(one)), order=(one,))
 
 
-def saved_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
+def saved_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
     """The trainable parameters of each param group, in the order in which the saving script gave them."""
     saved = checkpoint.model
     if checkpoint.stage == 0 and checkpoint.facts is None:
         return _stage0_order(checkpoint)
     if checkpoint.facts is None:
         return [list(group) for group in saved.param_shapes or ()]
-    zero = section(saved.config, "zero_optimization")
-    turned = zero.get("round_robin_gradients") is True and checkpoint.kind == "zero" and len(checkpoint.columns) == 1
+    turned = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and dealt_in_turn(checkpoint)
     return [
         turned_back(list(group.members), checkpoint.dp) if turned else list(group.members)
         for group in checkpoint.facts.groups
     ]
 
 
-def _stage0_order(checkpoint: ZeroCheckpoint) -> list[list[str]]:
+def _stage0_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
     """By the module's order, and with several param groups by the shapes of what the optimizer holds.
 
     Of what tensor-parallel ranks have divided, both of the first rank.
@@ -431,7 +431,7 @@ class Launch:
 
     ds: DeepSpeedConfig
     config: Mapping[str, object]
-    checkpoint: ZeroCheckpoint | None
+    checkpoint: AnyCheckpoint | None
     model: ComingModel
     spot: Spot
 
@@ -510,7 +510,7 @@ class Launch:
             return "torch"
         if in_bf16 and saved is not None and saved.listing.layers:
             return "bf16"
-        own = stage0_kind(saved) if saved is not None and not self.by_json else "none"
+        own = stage0_kind(saved) if isinstance(saved, ZeroCheckpoint) and not self.by_json else "none"
         fused = self.cls.__name__ == "FusedAdam" if self.cls is not None else own == "fused"
         return "fused" if fused else "unfused"
 
@@ -709,7 +709,7 @@ class Launch:
         return _scripts_scheduler({str(key): value for key, value in state.items()}, inner)
 
 
-def _saved_class(checkpoint: ZeroCheckpoint | None) -> type | None:
+def _saved_class(checkpoint: AnyCheckpoint | None) -> type | None:
     """The class whose states and hyper-parameters were saved, where these tell it."""
     groups = checkpoint.facts.groups if checkpoint is not None and checkpoint.facts is not None else ()
     hyper = set(groups[0].hyperparameters or ()) if groups else set()

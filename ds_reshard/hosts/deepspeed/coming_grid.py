@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
-from ds_reshard.formats.zero.checkpoint import Grid, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, Grid, Row, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import experts_held, layer_files, layer_of, tied_key, ties_first
 from ds_reshard.formats.zero.target import INFO, splits_of
@@ -59,7 +59,7 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], s
         raise not_foreseen(what)
 
 
-def _of_files(checkpoint: ZeroCheckpoint, sizes: Grid) -> dict[str, bool]:
+def _of_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bool]:
     experts, layers = (
         {prefix: one.total for prefix, one in _experts(checkpoint, 0, 1).items()},
         bool(checkpoint.listing.layers),
@@ -90,7 +90,7 @@ def refuse_stage(grid: LiveGrid, stage: int) -> None:
 
 
 def spot_of(
-    rank: int, sizes: Grid, checkpoint: ZeroCheckpoint | None, config: Mapping[str, object], rules: tuple[Rule, ...]
+    rank: int, sizes: Grid, checkpoint: AnyCheckpoint | None, config: Mapping[str, object], rules: tuple[Rule, ...]
 ) -> Spot:
     """Where rank `rank` of `sizes` stands. `rules` are the user's, of tensor-parallel parameters."""
     stage, within = divmod(rank, sizes.dp * sizes.tp)
@@ -99,7 +99,7 @@ def spot_of(
     swapped = bool(config.get("use_data_before_expert_parallelism"))
     place, of_place = divmod(data, share) if swapped else divmod(data, sizes.ep)[::-1]
     grid = LiveGrid(row=Row(sizes.tp, row, rules=rules), experts=_experts(checkpoint, place, sizes.ep))
-    if checkpoint is not None and checkpoint.listing.layers:
+    if isinstance(checkpoint, ZeroCheckpoint) and checkpoint.listing.layers:
         ties = _ties(checkpoint)
         tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
         parts = _saved_parts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
@@ -122,12 +122,12 @@ def own_names(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
     return tuple(ties_first(sorted(own, key=lambda name: layer_of(name) or 0)) if grid.parts else own)
 
 
-def own_shards(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
+def own_shards(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
     """The shapes of a rank's shards if others than the saving ranks divide, and what its run would say of them.
 
     Each part is divided in equal shares.
     """
-    if grid.row.size == 1 or not checkpoint.rows:
+    if grid.row.size == 1 or not isinstance(checkpoint, ZeroCheckpoint) or not checkpoint.rows:
         said = checkpoint.model.entries.get(INFO)
         return {}, said if isinstance(said, dict) else {}
     if checkpoint.stage == 0:
@@ -143,7 +143,7 @@ def own_shards(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> tuple[Mapping[str,
     return {name: division.shards[grid.row.rank] for name, division in found.items()}, pattern_info(found)
 
 
-def _experts(checkpoint: ZeroCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:
+def _experts(checkpoint: AnyCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:
     names = checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ()
     totals = experts_held(names, 1)
     return {prefix: Experts(place * total // ep, total // ep, total) for prefix, total in totals.items()}

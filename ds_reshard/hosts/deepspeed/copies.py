@@ -11,7 +11,7 @@ from typing import cast
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.modules import tied_key
 from ds_reshard.formats.zero.shards import copy_fault
@@ -87,7 +87,7 @@ def ordered(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) 
     return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
 
 
-def order_faults(checkpoint: ZeroCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
+def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
     """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
 
     Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
@@ -137,7 +137,7 @@ def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
     return filled == set(firsts)
 
 
-def model_of_stage(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> ModelStates:
+def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:
     """What the model file of this rank's stage says, and of weights and schedule what all stages' say together."""
     own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
     entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}

@@ -19,7 +19,7 @@ from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.execution.deviation import same_bits
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.engine import EXTRA_STATE, Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
@@ -103,7 +103,7 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_
 """What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
 
 
-def loss_scaling(run: Run, checkpoint: ZeroCheckpoint, settings: Settings, request: Request) -> dict[str, object]:
+def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, request: Request) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
     A loss scaler of another kind than this run's, or of another precision, is left alone, loudly. Every other precision
@@ -300,7 +300,7 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     }
 
 
-def unloaded_faults(checkpoint: ZeroCheckpoint, unloaded: Mapping[str, Unloaded], *, strict: bool) -> Iterator[Fault]:
+def unloaded_faults(checkpoint: AnyCheckpoint, unloaded: Mapping[str, Unloaded], *, strict: bool) -> Iterator[Fault]:
     """Saved entries that no module loads are errors if the load is strict.
 
     Else each must be what this run has, where the tensor that it belongs to is loaded: a save without frozen weights

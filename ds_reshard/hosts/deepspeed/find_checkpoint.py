@@ -12,34 +12,22 @@ from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    Fault,
-    ReshardError,
-    UnsupportedLayout,
-    as_faults,
-    raise_faults,
-)
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults
 from ds_reshard.execution.checksums import SEEN_BY_ALL
-from ds_reshard.formats.zero.checkpoint import ALONE, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.content import optimizer_faults
+from ds_reshard.formats.zero.checkpoint import ALONE, AnyCheckpoint, Row, ZeroCheckpoint
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries, read_model_states
 from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
 from ds_reshard.formats.zero.reader import Sizes, missing, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.shards import model_signature
 from ds_reshard.formats.zero.universal import is_state_file
-from ds_reshard.hosts.deepspeed.foreign import read_as_zero
+from ds_reshard.hosts.deepspeed.foreign import read_foreign
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.pickles import refuse_unsafe_folder, walk
-from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
 from ds_reshard.operations.source import find_listing, refuse_elsewhere, refuse_unfinished
-from ds_reshard.operations.source import open_checkpoint as open_any
 
 logger = logging.getLogger("ds_reshard")
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -68,7 +56,7 @@ class Found:
     """
 
     tag: str = ""
-    checkpoint: ZeroCheckpoint | None = None
+    checkpoint: AnyCheckpoint | None = None
     universal: bool = False
     faults: tuple[Fault, ...] = ()
     sizes: Sizes | None = None
@@ -164,7 +152,8 @@ def look(
     try:
         other = None if universal else _of_another_format(load_dir, tag)
         if other is not None:
-            return _foreign(other, optimizer=optimizer, names=names)
+            foreign = read_foreign(other, optimizer=optimizer, names=names)
+            return Found(tag=other.listing.tag, checkpoint=foreign)
         if tag is None:
             tag = latest_tag(load_dir, *tag_files(universal=universal))
             if tag == "" or (tag is None and is_url(load_dir)):
@@ -289,30 +278,6 @@ def _of_another_format(load_dir: str, tag: object) -> Located | None:
     except CheckpointNotFound:
         return None
     return None if isinstance(found.listing, Listing) else found
-
-
-def _foreign(found: Located, *, optimizer: bool, names: str | Mapping[str, object] | None) -> Found:
-    """A checkpoint of another format as one of ZeRO; every reason why it is none, in one error."""
-    source = open_any(found, whole=False, optimizer=optimizer)
-    content, renamed = source.content(), read_name_map(names) if names is not None else None
-    faults = list(renamed.faults(content)) if renamed is not None else []
-    content = renamed.applied(content) if renamed is not None else content
-    if optimizer:
-        faults += [*content.faults, *optimizer_faults(content)]
-        if content.facts is None:
-            mend = "pass --no-load-optim, or load_optimizer_states=False, for the weights alone"
-            faults.append(UnsupportedLayout.fault(found.folder, "holds no optimizer", mend=mend))
-        elif content.steps is None and not any("step" in states for states in content.facts.scalars.values()):
-            what = "tells nowhere how many steps were made, and DeepSpeed counts on from there"
-            mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
-            mend += "--no-load-optim, or load_optimizer_states=False, for the weights alone"
-            faults.append(UnsupportedLayout.fault(found.folder, what, mend=mend))
-    faults += unproved(source, None if optimizer else ()) if not faults else []
-    raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
-    for note in content.notes:
-        logger.warning("%s: %s", found.folder, note)
-    checkpoint = read_as_zero(content, source.layout, source.files)
-    return Found(tag=found.listing.tag, checkpoint=checkpoint)
 
 
 def _sizes(listing: Listing | None) -> Sizes | None:

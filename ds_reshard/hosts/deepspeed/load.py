@@ -30,7 +30,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
@@ -203,7 +203,7 @@ def _agreed(
     return found, decision
 
 
-def _open_all(checkpoint: ZeroCheckpoint, decision: Decision) -> list[Fault]:
+def _open_all(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
     """Open the shards of every rank, and say what is wrong with them."""
     prepared, shards = decision.prepared, decision.shards
     if prepared is None:
@@ -322,9 +322,9 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
         return made
     groups = SavedGroups(run.optimizer, checkpoint, run.grid, optimizer=resume.request.load_optimizer)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
-    made.shards, asked = ZeroShards(checkpoint=checkpoint), replace(resume.request, tag=found.tag)
+    shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
+    made.shards, asked = shards, replace(resume.request, tag=found.tag)
     resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
-    shards = made.shards
     leave = steps.take(lambda: leave_to_deepspeed(run, mine.settings, checkpoint, asked, shards), subject=folder)
     made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
     if leave is False:
@@ -347,6 +347,8 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
     ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
+    if prepared is not None and mine.settings.prove:
+        ready = ready._replace(names=(prepared.grid.column, divided_names(prepared, unproved=unproved(prepared))))
     if shards is None:
         return ready
     signatures = frozenset(
@@ -359,10 +361,7 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
         for name, marks in shards.prints.items()
         if sum(crc is not None for _, crc in marks) > 1
     )
-    column = None
-    if prepared is not None and mine.settings.prove:
-        column = prepared.grid.column, divided_names(prepared, unproved=unproved(prepared))
-    return ready._replace(signatures=signatures, prints=prints, names=column)
+    return ready._replace(signatures=signatures, prints=prints)
 
 
 def as_saved(run: Run, found: Found) -> bool:
@@ -381,7 +380,7 @@ def as_saved(run: Run, found: Found) -> bool:
 
 
 def leave_to_deepspeed(
-    run: Run, settings: Settings, checkpoint: ZeroCheckpoint, request: Request, shards: ZeroShards
+    run: Run, settings: Settings, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards | None
 ) -> bool:
     """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
 
@@ -415,7 +414,7 @@ def leave_to_deepspeed(
     faults += _swapping(run) if leave else ()
     if leave and is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
-    if leave and not faults:
+    if leave and not faults and shards is not None:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(run, checkpoint, shards)
         faults += scheduler_faults(run.scheduler, checkpoint.model, request)
     if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
@@ -430,7 +429,7 @@ def leave_to_deepspeed(
     return leave
 
 
-def _unsaved(run: Run, checkpoint: ZeroCheckpoint, request: Request) -> Iterator[Fault]:
+def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[Fault]:
     """What DeepSpeed keeps beside the optimizer, and neither saves nor loads.
 
     SuperOffload has its moments in another process (`SuperOffloadCPUOptimizer`, runtime/superoffload, 0.19.8).
@@ -461,7 +460,7 @@ def _swapping(run: Run) -> Iterator[Fault]:
         yield UnsupportedLayout.fault("zero_optimization.offload_optimizer.device", what, "cpu", "nvme", mend=mend)
 
 
-def _overlooked(run: Run, checkpoint: ZeroCheckpoint) -> bool:
+def _overlooked(run: Run, checkpoint: AnyCheckpoint) -> bool:
     """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped.
 
     At stage 3 it adds its masters to those that a fresh torch Adagrad has, and stops, as there are too many
@@ -486,7 +485,7 @@ def _keeps_own_masters(run: Run) -> bool:
     return run.kind in ("fused", "unfused")
 
 
-def _check_own(run: Run, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
+def _check_own(run: Run, checkpoint: AnyCheckpoint, shards: ZeroShards) -> list[Fault]:
     """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
 
     The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and so is an
@@ -505,7 +504,7 @@ def _check_own(run: Run, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list
     return [*strays, *index.faults, *scan_files(unpickled).faults]
 
 
-def _unsupported_fault(run: Run, features: tuple[str, ...], checkpoint: ZeroCheckpoint) -> Fault:
+def _unsupported_fault(run: Run, features: tuple[str, ...], checkpoint: AnyCheckpoint) -> Fault:
     again = 'remove "writer" from "checkpoint": its engine does not load what it saves, and '
     return UnsupportedLayout.fault(
         checkpoint.listing.folder,

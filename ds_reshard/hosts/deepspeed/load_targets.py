@@ -11,7 +11,7 @@ import torch
 
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.flat import slice_numel, sliced, whole
 from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.formats.zero.patterns import Patterns
@@ -26,6 +26,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
 )
 from ds_reshard.hosts.deepspeed.engine import MOMENTUM, LiveBuffer, Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import unloaded_faults
+from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.live_run import LiveTensor, Share
@@ -52,7 +53,7 @@ class Wants:
     whole which others may have, too.
     """
 
-    checkpoint: ZeroCheckpoint
+    checkpoint: AnyCheckpoint
     placements: dict[TensorKey, Placement] = field(default_factory=dict)
     sources: dict[TensorKey, TensorKey] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
@@ -143,7 +144,7 @@ class Wants:
         return made
 
 
-def run_shares(run: Run, checkpoint: ZeroCheckpoint) -> tuple[dict[str, Share], list[Fault]]:
+def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, Share], list[Fault]]:
     """What this rank has of the parameters that others share with it: none where the checkpoint has the same parts."""
     if not checkpoint.rows or run.grid.row.size == 1:
         return {**run.shares, **_padded(run, checkpoint)}, []
@@ -173,7 +174,7 @@ def run_shares(run: Run, checkpoint: ZeroCheckpoint) -> tuple[dict[str, Share], 
     }, faults
 
 
-def _padded(run: Run, checkpoint: ZeroCheckpoint) -> dict[str, Share]:
+def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, Share]:
     """Vocabularies of which a run without tensor parallelism has more rows: those behind the saved ones are padding.
 
     As the run's own patterns or rules say, by whose size the saved one must be. A run that says nothing has no more
@@ -194,7 +195,7 @@ def _padded(run: Run, checkpoint: ZeroCheckpoint) -> dict[str, Share]:
     return {name: Share(one.shape, one.ranks[0]) for name, one in said.items()}
 
 
-def more_rows(checkpoint: ZeroCheckpoint, shapes: Mapping[str, Shape]) -> dict[str, int]:
+def more_rows(checkpoint: AnyCheckpoint, shapes: Mapping[str, Shape]) -> dict[str, int]:
     """The vocabularies of which `shapes` have more rows than were saved, and how many were."""
     saved = {name: one.shape for name, one in checkpoint.divided.items() if one.vocabulary and name in shapes}
     return {
@@ -221,7 +222,7 @@ def _shards(mapped: Sequence[object], own: Shape, sizes: Mapping[int, Sequence[i
     return shapes
 
 
-def has(checkpoint: ZeroCheckpoint, name: str, kind: str) -> bool:
+def has(checkpoint: AnyCheckpoint, name: str, kind: str) -> bool:
     return TensorKey(name=name, kind=kind) in checkpoint.layout
 
 
@@ -251,7 +252,7 @@ def want_model(wants: Wants, run: Run, *, masters: bool, strict: bool) -> None:
         _want_weight(wants, entry, live)
 
 
-def _weight_as_trained(checkpoint: ZeroCheckpoint, entry: LiveTensor) -> bool:
+def _weight_as_trained(checkpoint: AnyCheckpoint, entry: LiveTensor) -> bool:
     """Whether the checkpoint holds this weight beside its master, in the type that this run trains in."""
     keys = [TensorKey(name=name, kind="weight") for name in entry.entries]
     saved = next((checkpoint.layout[key] for key in keys if key in checkpoint.layout), None)
@@ -297,7 +298,7 @@ def _unread(name: str, what: str) -> Fault:
     )
 
 
-def _quantized(name: str, checkpoint: ZeroCheckpoint) -> Fault:
+def _quantized(name: str, checkpoint: AnyCheckpoint) -> Fault:
     """Of a frozen weight that either side keeps quantized: a part is nothing without its scale."""
     what = QUANTIZED if name in checkpoint.model.quantized else "is kept quantized in this run"
     mend = "save with exclude_frozen_parameters=True, and load with load_module_strict=False"
@@ -408,7 +409,7 @@ def _want_wholes(wants: Wants, live: Optimizer, buffer: LiveBuffer, kinds: Mappi
             wants.fresh(placement, key, numel)
 
 
-def state_kinds(checkpoint: ZeroCheckpoint, buffer: LiveBuffer) -> dict[str, ElementType]:
+def state_kinds(checkpoint: AnyCheckpoint, buffer: LiveBuffer) -> dict[str, ElementType]:
     """The states that follow the buffer's parameters in the checkpoint, with their types."""
     kinds: dict[str, ElementType] = {}
     for name, shape in buffer.shapes.items():
@@ -423,7 +424,7 @@ _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 """In CPU memory DeepSpeed's Lion keeps a state that no step uses (`step`, ops/lion/cpu_lion.py, 0.19.8)."""
 
 
-def state_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
     yield from _twin_faults(*live.elsewhere)
     for number, buffer in enumerate(live.buffers):
@@ -463,9 +464,9 @@ def _twin_faults(apart: int, count: int) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(where, what, "1.0", found, mend=mend)
 
 
-def _before_first_step(checkpoint: ZeroCheckpoint) -> bool:
+def _before_first_step(checkpoint: AnyCheckpoint) -> bool:
     """Whether it was saved when torch's optimizers, and DeepSpeed's, had made no states yet."""
-    if checkpoint.universal is not None or checkpoint.foreign:
+    if checkpoint.universal is not None or isinstance(checkpoint, ForeignCheckpoint):
         return False
     entries = checkpoint.model.entries
     return isinstance(entries.get("global_steps"), int) and entries["global_steps"] == entries.get("skipped_steps", 0)
@@ -485,7 +486,7 @@ def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) ->
             yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)
 
 
-def _muon_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _muon_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """What Muon would take over of parameters that it did not train, or whose momentum no file says the cut of."""
     groups = checkpoint.facts.groups if checkpoint.facts is not None else ()
     known = [(one.members, one.hyperparameters) for one in groups if one.hyperparameters is not None]
@@ -505,7 +506,7 @@ def _muon_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]
         yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
 
 
-def _universal_faults(live: Optimizer, checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _universal_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are missing from a universal checkpoint, or may be: ds_to_universal drops them without a word.
 
     Where its files do not tell what the saved optimizer kept, this run's optimizer must be one that is known to keep

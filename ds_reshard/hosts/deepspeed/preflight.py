@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import Grid, ZeroCheckpoint, sequence_ranks
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.flat import slice_numel
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
@@ -36,6 +36,7 @@ from ds_reshard.hosts.deepspeed.coming_grid import assumed, not_foreseen, refuse
 from ds_reshard.hosts.deepspeed.engine import autotp_in
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
+from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import Considered, foresee
 from ds_reshard.hosts.deepspeed.move import counters, group_values
@@ -107,13 +108,13 @@ class _Forecasting:
         self.costs: list[RankCost] = []
         self.config: dict[str, object] = dict(coming.config)
         self.ds: DeepSpeedConfig | None = None
-        self.rows: dict[int, ZeroCheckpoint | None] = {}
+        self.rows: dict[int, AnyCheckpoint | None] = {}
         self.loader, self.buffer_nbytes = "", 0
         self.report: ResumeReport | None = None
         self._models: dict[tuple[int, int, int], ComingModel] = {}
 
     @property
-    def checkpoint(self) -> ZeroCheckpoint | None:
+    def checkpoint(self) -> AnyCheckpoint | None:
         """What the first tensor-parallel rank finds."""
         return self.rows.get(0)
 
@@ -128,7 +129,8 @@ class _Forecasting:
         if checkpoint is not None:
             universal = "universal, of " if checkpoint.listing.universal else ""
             sizes = checkpoint.grid._replace(dp=checkpoint.dp).shortly
-            saved = "another format" if checkpoint.foreign else f"{universal}ZeRO {checkpoint.stage}, {sizes}"
+            saved = f"{universal}ZeRO {checkpoint.stage}, {sizes}"
+            saved = "another format" if isinstance(checkpoint, ForeignCheckpoint) else saved
         if ds is not None:
             batch = _batch(ds, checkpoint)
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
@@ -250,14 +252,14 @@ class _Forecasting:
         assert self.ds is not None
         checkpoint = self.rows.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
         spot = spot_of(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
-        checkpoint = as_one_place(as_one_stage(checkpoint)) if checkpoint is not None else None
+        checkpoint = as_one_place(as_one_stage(checkpoint)) if isinstance(checkpoint, ZeroCheckpoint) else checkpoint
         alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
         if alike not in self._models:
             self._models[alike] = self._built(checkpoint, spot.grid)
         made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], spot=spot)
         return made.training(sp=self.coming.sp)
 
-    def _built(self, checkpoint: ZeroCheckpoint | None, grid: LiveGrid) -> ComingModel:
+    def _built(self, checkpoint: AnyCheckpoint | None, grid: LiveGrid) -> ComingModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
         import torch
 
@@ -339,7 +341,7 @@ def _nothing(path: str) -> CheckpointNotFound:
     return CheckpointNotFound.of(path, "holds no checkpoint that a load would find", mend=mend)
 
 
-def _batch(ds: DeepSpeedConfig, checkpoint: ZeroCheckpoint | None) -> dict[str, tuple[object, object]]:
+def _batch(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[str, tuple[object, object]]:
     """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
     saved = dict(checkpoint.model.config) if checkpoint is not None else {}
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

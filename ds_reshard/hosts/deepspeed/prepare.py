@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
@@ -37,7 +37,7 @@ from ds_reshard.hosts.deepspeed.entries import (
     scalar,
 )
 from ds_reshard.hosts.deepspeed.find_checkpoint import files_as_listed
-from ds_reshard.hosts.deepspeed.foreign import SAME_BYTES
+from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load_targets import (
     Wants,
@@ -50,15 +50,15 @@ from ds_reshard.hosts.deepspeed.load_targets import (
 )
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
+from ds_reshard.model.checkpoint import Shards
 from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
 from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
-from ds_reshard.model.index import Extent, Index
+from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.live_run import LiveTensor, Share
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.ranks import rank
-from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.plan import Plan
 
 logger = logging.getLogger("ds_reshard")
@@ -72,7 +72,7 @@ class Prepared:
     the saved data-parallel size each rank takes back its own; otherwise all take rank 0's.
     """
 
-    checkpoint: ZeroCheckpoint
+    checkpoint: AnyCheckpoint
     model: ModelStates
     run: Run
     wants: Wants
@@ -82,7 +82,7 @@ class Prepared:
     masters: bool
     entries: Mapping[str, object]
     extra: Mapping[str, object]
-    shards: ZeroShards
+    shards: ZeroShards | None
 
     @property
     def live(self) -> Optimizer | None:
@@ -93,42 +93,15 @@ class Prepared:
         return self.run.grid
 
 
-class ForeignShards(ZeroShards):
-    """The shards of a checkpoint of another format, which this rank opens itself; they say nothing that ZeRO's say."""
-
-    def __init__(self, checkpoint: ZeroCheckpoint, *, optimizer: bool) -> None:
-        super().__init__(checkpoint=checkpoint)
-        found = find_listing(checkpoint.listing.folder, None)
-        self._opened = open_checkpoint(found, whole=False, optimizer=optimizer)
-
-    def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        found = self._opened.index.open(family.removeprefix(SAME_BYTES), shard)
-        raise_faults(self._opened.index.faults, subject=f"loading {self._opened.folder}")
-        return found
-
-    def compare(self) -> Sequence[Fault]:
-        """What tells that the shards that were opened are of several saves."""
-        return self._opened.opened.compare()
-
-
-def shards_of(checkpoint: ZeroCheckpoint, request: Request) -> ZeroShards:
-    """The shards of a checkpoint, which are opened when their bytes are wanted."""
-    if checkpoint.foreign:
-        return ForeignShards(checkpoint, optimizer=request.load_optimizer)
-    return ZeroShards(checkpoint=checkpoint)
-
-
 @uncollected()
-def prepare(
-    run: Run, checkpoint: ZeroCheckpoint, groups: SavedGroups, request: Request, settings: Settings
-) -> Prepared:
+def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: Request, settings: Settings) -> Prepared:
     """Match model, groups and states, plan the copies and open the shards they need; no mutation.
 
     Raises every fault found on this rank at once.
     """
     subject, live, grid = f"loading {checkpoint.listing.folder}", run.optimizer, run.grid
     loads_optimizer = request.load_optimizer and live is not None
-    shards = shards_of(checkpoint, request)
+    shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
     divided, faults = run_shares(run, checkpoint)
     model_now, strict = live_model(run, divided), request.strict
     found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer)
@@ -156,17 +129,23 @@ def prepare(
     if request.scheduler and not request.module_only and run.scheduler is not None:
         entries["lr_scheduler"], found = groups.scheduler(entries.get("lr_scheduler"), request.replaced)
         faults += found
-    index = Index(checkpoint.layout, shards)
+    if isinstance(checkpoint, ForeignCheckpoint):
+        opened = checkpoint.open()
+    else:
+        assert shards is not None
+        opened = Shards(index=Index(checkpoint.layout, shards))
+    index = opened.index
     position, size = (live.rank, live.dp) if live else (0, 1)
     plan = plan_of(index, wants, grid, position, size)
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.layout.shards[MODEL], size):
             index.open(MODEL, shard)
-    faults += names_apart(run.module.tensors, checkpoint, index, memory_nbytes=settings.memory_nbytes)
-    faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
+    if isinstance(checkpoint, ZeroCheckpoint):
+        faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
+    else:
+        faults += names_apart(run.module.tensors, index, memory_nbytes=settings.memory_nbytes)
     faults += [*of_later_stages(wants, grid), *shares_unproved(wants, prove=settings.prove)]
-    compared = shards.compare() if isinstance(shards, ForeignShards) else ()
-    faults += [*index.faults, *wants.faults, *compared, *files_as_listed(checkpoint.listing, plan.files)]
+    faults += [*index.faults, *wants.faults, *opened.compare(), *files_as_listed(checkpoint.listing, plan.files)]
     raise_faults(faults, subject=subject)
     return Prepared(
         checkpoint=checkpoint,
@@ -183,15 +162,13 @@ def prepare(
     )
 
 
-def names_apart(
-    tensors: Iterable[LiveTensor], checkpoint: ZeroCheckpoint, index: Index, *, memory_nbytes: int
-) -> Iterator[Fault]:
+def names_apart(tensors: Iterable[LiveTensor], index: Index, *, memory_nbytes: int) -> Iterator[Fault]:
     """Rank 0: names of one tensor of this run under which another format's folder holds weights that differ.
 
     That this run has one tensor under them is what proves them tied; a folder that was saved with each name's own bytes
     does not tell, and one of two that differ would be lost.
     """
-    for one in tensors if checkpoint.foreign and not rank() else ():
+    for one in tensors if not rank() else ():
         keys = [TensorKey(name=name, kind=WEIGHT) for name in one.entries]
         held = [key for key in keys if key in index.layout]
         for other in held[1:]:
@@ -201,7 +178,7 @@ def names_apart(
                 yield _mismatch(other.name, what, "the same bytes", "others", mend)
 
 
-def _own_model(run: Run, checkpoint: ZeroCheckpoint) -> ModelStates:
+def _own_model(run: Run, checkpoint: AnyCheckpoint) -> ModelStates:
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == run.grid.pp:
         return model_of_stage(checkpoint, run.grid)
     listing = checkpoint.listing
@@ -222,7 +199,7 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
         want_optimizer(wants, live, masters=masters or gathered, states=states)
 
 
-def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
     yield from checkpoint.uncut
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
@@ -237,7 +214,7 @@ def _unfollowed(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _optimizer_values(
-    run: Run, live: Optimizer, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, request: Request
+    run: Run, live: Optimizer, checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings, request: Request
 ) -> tuple[OptimizerValues, list[Fault]]:
     """What the optimizer takes over; without moments neither scalar states nor a step count."""
     facts, moments = checkpoint.facts, request.moments
@@ -262,7 +239,7 @@ def _optimizer_values(
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
 
 
-def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str, Shape]) -> list[Fault]:
+def _uneven_states(checkpoint: AnyCheckpoint, number: int, shapes: Mapping[str, Shape]) -> list[Fault]:
     """Members of one flat buffer must have been saved with the same states: there is one for all."""
     kinds: dict[tuple[str, ...], str] = {}
     for name in shapes:
@@ -282,7 +259,7 @@ def _uneven_states(checkpoint: ZeroCheckpoint, number: int, shapes: Mapping[str,
     ]
 
 
-def same_layout(run: Run, checkpoint: ZeroCheckpoint) -> bool:
+def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
     """Whether DeepSpeed itself loads this checkpoint into this engine, rightly.
 
     That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
@@ -295,7 +272,7 @@ def same_layout(run: Run, checkpoint: ZeroCheckpoint) -> bool:
     loss was scaled.
     """
     live, grid = run.optimizer, run.grid
-    if checkpoint.foreign or checkpoint.model.renamed:
+    if not isinstance(checkpoint, ZeroCheckpoint) or checkpoint.model.renamed:
         return False
     if {one.names[0] for one in run.module.tensors if one.quantized} != checkpoint.model.quantized:
         return False
@@ -374,7 +351,7 @@ def size_faults(live: Optimizer) -> Iterator[Fault]:
 
 
 def model_faults(
-    model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool
+    model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid, *, optimizer: bool, strict: bool
 ) -> Iterator[Fault]:
     """All differences between model and checkpoint that this load cannot accept."""
     saved = checkpoint.model
@@ -439,13 +416,19 @@ class SavedGroups:
     """
 
     def __init__(
-        self, live: Optimizer | None, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, optimizer: bool = True
+        self, live: Optimizer | None, checkpoint: AnyCheckpoint, grid: LiveGrid, *, optimizer: bool = True
     ) -> None:
         self._live, self._checkpoint, self._grid, self._optimizer = live, checkpoint, grid, optimizer
+
+    @property
+    def facts(self) -> OptimizerFacts | None:
+        """What the optimizer keeps beside tensors, at stage 0 by this run's order."""
+        return self._checkpoint.facts if isinstance(self._checkpoint, ForeignCheckpoint) else self.ordered[0].facts
 
     @functools.cached_property
     def ordered(self) -> Named:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
+        assert isinstance(self._checkpoint, ZeroCheckpoint)
         return ordered(self._checkpoint, self._live, self._grid)
 
     @functools.cached_property
@@ -458,7 +441,7 @@ class SavedGroups:
         """
         if not self._optimizer and any(order_faults(self._checkpoint, self._grid, self._live)):
             return {}
-        facts = self.ordered[0].facts
+        facts = self.facts
         if facts is None or self._live is None:
             return {}
         home = {name: group for group in facts.groups for name in group.members}
@@ -487,7 +470,7 @@ class SavedGroups:
         if self._live is not None and numbered is not None and len(numbered) == len(self._live.groups) == 1:
             return state, []
         if numbered is None or numbered:
-            facts = self.ordered[0].facts
+            facts = self.facts
         members = [group.members for group in facts.groups] if facts is not None else [tuple(one) for one in shapes]
         if not isinstance(state, dict) or not members or self._live is None:
             return state, []

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, sequence_ranks
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, sequence_ranks
 from ds_reshard.hooks import Call
 from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.engine import live_groups, live_kind, refuse_use, restore_use, scale_name
@@ -281,7 +281,7 @@ class Resume:
             settings, stage = parse_settings(self._engine._config._param_dict), self._engine.zero_optimization_stage()
             self.saved = _saved_values(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
 
-    def read(self, checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings) -> None:
+    def read(self, checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
         self._refuse_place()
         engine, policy = self._engine, self.policy
@@ -448,7 +448,7 @@ def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> 
     set_groups(groups, own.groups, policy.hyperparameters)
 
 
-def read_saved(checkpoint: ZeroCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
+def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
     """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
     values: dict[int, Mapping[str, object]] = {}
     # a model file of stage 0 may have the optimizer in it, as records
@@ -493,7 +493,7 @@ def _saved_values(
     )
 
 
-def _saved_states(checkpoint: ZeroCheckpoint) -> dict[str, str]:
+def _saved_states(checkpoint: AnyCheckpoint) -> dict[str, str]:
     """Rows of the report for what there is of an optimizer; of files that were not opened, no more than that."""
     kinds = {key.kind for key in checkpoint.layout.placements} - {WEIGHT}
     if kinds:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.errors import ConfigError, ModelMismatch
-from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, is_placeholder
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
@@ -34,7 +34,7 @@ class LiveModel:
     keys: frozenset[str]
 
 
-def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
+def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
     """Full shapes of everything the checkpoint names, placeholders of stage 3 resolved."""
     saved = checkpoint.model
     shapes = {**saved.frozen_shapes, **saved.trainable}
@@ -47,7 +47,7 @@ def saved_shapes(checkpoint: ZeroCheckpoint) -> dict[str, Shape]:
     return shapes
 
 
-def found_at_all(model: LiveModel, checkpoint: ZeroCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
+def found_at_all(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
     """Raise ModelMismatch where the checkpoint has none of the parameters that this run trains.
 
     Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0.
