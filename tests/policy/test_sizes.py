@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7240),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6870),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6868),
     "other hosts": (("hosts",), 11250),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }

@@ -341,34 +341,33 @@ def _names(attributes: str | list[str]) -> list[str]:
 
 
 def unsupported(engine: DeepSpeedEngine) -> list[str]:
-    """What this engine uses that a load under another layout cannot handle; names for the refusal."""
-    optimizer = getattr(engine, "optimizer", None)
-    wrapper = type(optimizer).__name__
-    stage = engine.zero_optimization_stage()
-    base = type(getattr(optimizer, "optimizer", optimizer)).__name__
-    grid, columns = live_grid(engine), int(getattr(engine, "mp_world_size", 1))
+    """What this engine uses that a load under another layout cannot handle; names for the refusal.
+
+    NVMe offload shows by the optimizer's own marks: `engine.zero_nvme_offload_optimizer` is newer than 0.15.4.
+    """
+    optimizer, grid, kind = getattr(engine, "optimizer", None), live_grid(engine), live_kind(engine)
+    moe, columns = bool(getattr(engine, "has_moe_layers", False)), int(getattr(engine, "mp_world_size", 1))
     numbered = getattr(getattr(engine, "mpu", None), "get_model_parallel_rank", lambda: None)()
-    apart = columns > 1 and (grid.row.size * grid.pp, grid.column) != (columns, numbered)
+
+    def marked(*names: str) -> bool:
+        return any(bool(getattr(optimizer, name, False)) for name in names)
+
     found = {
-        "model-parallel ranks in another order than stage by stage": apart,
-        MIXTURE: bool(getattr(engine, "has_moe_layers", False))
-        and not plain_experts(live_kind(engine), grid, autoep=bool(autoep_live(engine))),
-        "NVMe offload": _nvme(engine),
-        "ZenFlow": bool(getattr(optimizer, "zenflow", False)) or bool(getattr(engine, "zenflow", False)),
-        "SuperOffload": wrapper.startswith("SuperOffload"),
-        "MiCS": wrapper.startswith("MiCS"),
+        "model-parallel ranks in another order than stage by stage": columns > 1
+        and (grid.row.size * grid.pp, grid.column) != (columns, numbered),
+        MIXTURE: moe and not plain_experts(kind, grid, autoep=bool(autoep_live(engine))),
+        "NVMe offload": marked("swap_optimizer", "params_in_nvme_and_cpu"),
+        "ZenFlow": marked("zenflow") or bool(getattr(engine, "zenflow", False)),
+        "SuperOffload": type(optimizer).__name__.startswith("SuperOffload"),
+        "MiCS": type(optimizer).__name__.startswith("MiCS"),
     }
-    if stage > 0 and "Muon" in base:
+    if engine.zero_optimization_stage() > 0 and "Muon" in type(inner_of(engine)).__name__:
+        beside = columns > 1 or grid.row.size * grid.pp > 1 or moe or bool(grid.experts)
         found |= {
-            "Muon beside tensor, pipeline or expert parallelism": columns > 1
-            or grid.row.size * grid.pp > 1
-            or bool(getattr(engine, "has_moe_layers", False) or grid.experts),
-            "Muon in CPU memory": bool(getattr(optimizer, "cpu_offload", False))
-            or bool(getattr(optimizer, "offload_optimizer", False)),
-            "Muon with save_muon_momentum_buffer_in_memory": bool(
-                getattr(optimizer, "save_muon_momentum_buffer_in_memory", False)
-            ),
-            "Muon in BF16_Optimizer": live_kind(engine) == "bf16",
+            "Muon beside tensor, pipeline or expert parallelism": beside,
+            "Muon in CPU memory": marked("cpu_offload", "offload_optimizer"),
+            "Muon with save_muon_momentum_buffer_in_memory": marked("save_muon_momentum_buffer_in_memory"),
+            "Muon in BF16_Optimizer": kind == "bf16",
         }
     return [name for name, present in found.items() if present]
 
@@ -392,12 +391,6 @@ def plain_experts(kind: str, grid: LiveGrid, *, autoep: bool) -> bool:
     """Whether experts are those of deepspeed.moe, or of AutoEP from stage 1 on, and nothing else is cut."""
     alone = grid.row.size == grid.pp == 1 and autoep != bool(grid.experts)
     return alone and kind in ("zero", "bf16", *(("zero3",) if autoep else ("torch", "unfused", "fused")))
-
-
-def _nvme(engine: DeepSpeedEngine) -> bool:
-    """By the optimizer's own marks: `engine.zero_nvme_offload_optimizer` is newer than 0.15.4."""
-    optimizer = getattr(engine, "optimizer", None)
-    return bool(getattr(optimizer, "swap_optimizer", False) or getattr(optimizer, "params_in_nvme_and_cpu", False))
 
 
 def live_kind(engine: DeepSpeedEngine) -> str:
