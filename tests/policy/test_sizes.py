@@ -42,10 +42,10 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3700),
     "execution": (("execution",), 2800),
     "containers": (("containers",), 6600),
-    "formats/zero": (("formats/zero",), 7240),
+    "formats/zero": (("formats/zero",), 7250),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6868),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6850),
     "other hosts": (("hosts",), 11250),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }
