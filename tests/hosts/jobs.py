@@ -162,6 +162,16 @@ def _groups(net: torch.nn.Module, model: Model) -> list[dict[str, Any]]:
     return [{"params": plain, "lr": 0.01, "weight_decay": 0.1}, {"params": other, "lr": 0.003, "weight_decay": 0.0}]
 
 
+def fused_adam(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """DeepSpeed's, its kernel one of torch."""
+    from adam_jobs import Kernel
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.ops.op_builder.cpu import FusedAdamBuilder
+
+    FusedAdamBuilder.load = lambda self, verbose=True: Kernel
+    return FusedAdam(groups)
+
+
 def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     makers = {
         "adamw": lambda: torch.optim.AdamW(groups, betas=(0.9, 0.95)),
@@ -170,6 +180,7 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         "plain_sgd": lambda: torch.optim.SGD(groups),
         "adagrad": lambda: torch.optim.Adagrad(groups),
         "nadam": lambda: torch.optim.NAdam(groups),
+        "fused": lambda: fused_adam(groups),
     }
     if model.optimizer.startswith("odd_"):
         return Odd(groups, model.optimizer.removeprefix("odd_"))

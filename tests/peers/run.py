@@ -28,8 +28,11 @@ from homes import HOMES, home  # noqa: E402
 A_TEST_TAKES_S = 600
 PYTEST = "8.3.5"
 """8.3 takes a class with `_pytestfixturefunction` (`DistributedFixture`, tests/unit/common.py) for a fixture."""
-LEAST_PASSED = 110
-"""Of all tests at edaa72212, without the hooks; about 150 more pass where fp16 and other kernels are."""
+LEAST_PASSED = 142
+"""Of the 297 tests at edaa72212, on a CPU without fp16 and DeepSpeed 0.19.8, with the hooks and without alike.
+
+37 fail: 31 are of DeepSpeed 0.19.6, and ask for what 0.19.8 has no more, 6 want fp16. The others are skipped.
+"""
 Results = dict[str, tuple[str, str]]
 
 
