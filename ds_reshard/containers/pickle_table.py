@@ -283,6 +283,23 @@ def _words(args: Args, rules: PickleRules) -> bool:
     return all(isinstance(arg, str | int) for arg in args)
 
 
+def _inert(args: Args, rules: PickleRules) -> bool:
+    """One function of FUNCTIONS: how `functools.partial` begins one, which its state completes."""
+    return len(args) == 1 and _dotted(args[0]) in FUNCTIONS
+
+
+def _inert_state(state: object) -> bool:
+    """A function of FUNCTIONS, arguments and keywords of plain values, no attributes (`partial.__reduce__`)."""
+    if not isinstance(state, tuple) or len(state) != 4 or state[3] is not None or _dotted(state[0]) not in FUNCTIONS:
+        return False
+    args, keywords = state[1:3]
+    plain = isinstance(args, tuple) and type(keywords) is dict and {str}.issuperset(map(type, keywords))
+    return plain and _LITERALS.issuperset(map(type, (*args, *keywords.values())))
+
+
+_LITERALS = frozenset({type(None), bool, int, float, str})
+
+
 def _value(args: Args, rules: PickleRules) -> bool:
     """The value of an enum's member."""
     return len(args) == 1 and (args[0] is None or isinstance(args[0], str | int | float | tuple))
@@ -483,6 +500,14 @@ FUNCTIONS = frozenset(
 )
 for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(FUNCTIONS)):
     _allow(_module, _name, "a function of numbers, that stands for itself and is not called")
+_allow(
+    "functools",
+    "partial",
+    "one of these functions with numbers and words for some arguments; it is not called",
+    fits=_inert,
+    state=True,
+    fits_state=_inert_state,
+)
 _allow("torch._C", "_VariableFunctionsClass", "the builtins of torch, of which one is named", fits=_never)
 
 # torch.distributed: DTensors, and the directory of torch.distributed.checkpoint.

@@ -124,6 +124,15 @@ def _append(made: object, parts: Parts) -> None:
     made.extend(parts.items)
 
 
+def _partial(parts: Parts) -> object:
+    """Of a function that the table has judged, with its arguments; neither is called."""
+    parts.exactly(1)
+    state = (parts.args[0], (), {}, None) if parts.state is None else exact(parts.state, tuple)
+    if len(state) != 4 or state[3] is not None:
+        raise ValueError("the state is none of a function with some arguments")
+    return partial(state[0], *exact(state[1], tuple), **exact(state[2], dict))
+
+
 def _counter(parts: Parts) -> object:
     return collections.Counter(parts.arg(0, dict) if parts.args else {})
 
@@ -420,6 +429,7 @@ RECIPES: Mapping[str, Recipe] = types.MappingProxyType(
         "datetime.timedelta": Recipe(make=_timedelta),
         "datetime.timezone": Recipe(make=_timezone),
         "builtins.type": Recipe(make=_type_of),
+        "functools.partial": Recipe(make=_partial),
         **_paths(),
         **{name: Recipe(make=make) for name, make in _NUMPY_MAKERS.items()},
     }

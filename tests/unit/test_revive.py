@@ -20,6 +20,7 @@ import sys
 import types
 import uuid
 import zipfile
+from functools import partial
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
 from ds_reshard.containers.pickle_table import FUNCTIONS
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.containers.torch_zip_writer import write_pickle
 from ds_reshard.errors import CheckpointDamaged, ConfigError, TrustRequired, UnsafePickle, UnsupportedLayout
 
 
@@ -300,6 +302,55 @@ def test_functions_of_numbers_are_values_and_no_actions(protocol):
     values = [F.gelu, F.relu, F.silu, F.softplus, F.logsigmoid, F.cross_entropy, math.tanh, np.tanh]
     values += [torch.tanh, torch.relu, torch.sigmoid, torch.softmax, F.hardshrink, torch.special.expit]
     assert again(pickle.dumps({"activation": values}, protocol)) == {"activation": values}
+
+
+@pytest.mark.parametrize("protocol", range(6))
+def test_a_function_of_numbers_with_some_arguments_is_a_value(protocol):
+    made = [partial(F.gelu, approximate="tanh"), partial(F.leaky_relu, negative_slope=0.2, inplace=True)]
+    made += [partial(math.pow, 2.0), partial(torch.softmax, dim=-1), partial(F.relu)]
+    data = pickle.dumps(made, protocol)
+    read_pickle(data, where="file", persistent=refuse, rules=PickleRules())
+    found = again(data)
+    assert [(one.func, one.args, one.keywords) for one in found] == [(o.func, o.args, o.keywords) for o in made]
+
+
+def test_a_function_with_some_arguments_is_written_as_it_was():
+    """As a conversion carries it, and no code of it is run."""
+    data = pickle.dumps({"act": partial(F.gelu, approximate="tanh")}, 2)
+    written = write_pickle(read_pickle(data, where="file", persistent=refuse), lambda storage: "")
+    assert pickle.loads(written)["act"].keywords == {"approximate": "tanh"}
+
+
+_PARTIAL = b"cfunctools\npartial\nctorch._C._nn\ngelu\n\x85R"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"cfunctools\npartial\ncposix\nsystem\n\x85R.",
+        b"cfunctools\npartial\nctorch._C._nn\ngelu\nK\x01\x86R.",  # an argument where it has none
+        _PARTIAL + b"K\x01\x85R.",  # called
+        _PARTIAL + b"(cposix\nsystem\n)}Ntb.",
+        _PARTIAL + b"(cbuiltins\neval\n(X\x01\0\0\0atN}tb.",
+        _PARTIAL + b"(ctorch._C._nn\ngelu\n(cposix\nsystem\nt}Ntb.",
+        _PARTIAL + b"(ctorch._C._nn\ngelu\n(]t}Ntb.",  # a list, that may be changed later
+        _PARTIAL + b"(ctorch._C._nn\ngelu\n)}X\x01\0\0\0acposix\nsystem\nsNtb.",
+        _PARTIAL + b"(ctorch._C._nn\ngelu\n)}K\x01K\x01sNtb.",
+        _PARTIAL + b"(ctorch._C._nn\ngelu\n)}}tb.",  # attributes
+        _PARTIAL + b"}X\x04\0\0\0funccposix\nsystem\nsb.",  # attributes by another form of state
+        b"ccollections\ndefaultdict\n" + _PARTIAL + b"\x85R.",  # to be called for a key that lacks
+        b"cfunctools\npartial\n.",
+        b"](cfunctools\npartial\ne.",
+        b"cfunctools\npartial\n)\x81.",
+        b"cfunctools\npartial\nctorch._C._nn\ngelu\n\x85\x81.",  # by __new__
+        b"cfunctools\npartial\nctorch\nload\n\x85R.",
+        b"cfunctools\npartialmethod\nctorch._C._nn\ngelu\n\x85R.",
+    ],
+)
+def test_what_else_partial_might_hold_is_refused(data):
+    with pytest.raises(UnsafePickle) as caught:
+        read_pickle(b"\x80\x02" + data, where="file", persistent=refuse, rules=PickleRules())
+    assert not isinstance(caught.value, TrustRequired)
 
 
 def test_each_function_of_the_table_is_one():
