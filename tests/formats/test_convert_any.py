@@ -6,6 +6,7 @@ import math
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from zero_builder import TAG, Built, values, write
 
 from ds_reshard.cli.main import main
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.execution.files import FileTarget
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.model.records import ElementType
@@ -123,3 +126,36 @@ def test_an_interruption_ends_every_thread_at_its_next_read(
     assert main([*words, "--resume"]) == 0
     assert main(["convert", str(source), str(places / "whole"), "--to", "zero2", "--dp", "4"]) == 0
     assert _files(places / "out") == _files(places / "whole")
+
+
+def test_a_weight_that_does_not_lie_row_major_is_taken_over_as_it_lies(tmp_path: Path) -> None:
+    """It keeps its param group and its states; where it would be cut, as a frozen one is, it is refused."""
+    built = Built(groups=((("first", (4, 6)), ("second", (3,))),), frozen=(("third", (2, 5)),))
+    held = values(built)
+    held["first", "weight"] = held["first", "weight"].t().contiguous().t()
+    source = write(built, tmp_path / "saved", held)
+    for to, name in (("zero1", "mp_rank_00_model_states.pt"), ("zero3", "zero_pp_rank_0_mp_rank_00_model_states.pt")):
+        convert(str(source), str(tmp_path / to), to=to)
+        saved = torch.load(tmp_path / to / TAG / name, weights_only=False)
+        assert [dict(group) for group in saved["param_shapes"]] == [{"first": (4, 6), "second": (3,)}], to
+        assert to == "zero3" or torch.equal(saved["module"]["first"], held["first", "weight"])
+    convert(str(source), str(tmp_path / "universal"), to="universal")
+    master = torch.load(tmp_path / "universal" / TAG / "zero" / "first" / "fp32.pt", weights_only=False)
+    assert torch.equal(master["param"], held["first", "fp32"])
+    held["third", "weight"] = held["third", "weight"].t().contiguous().t()
+    source = write(built, tmp_path / "frozen", held)
+    with pytest.raises(UnsupportedLayout, match=r"third: does not lie row-major"):
+        convert(str(source), str(tmp_path / "none"), to="zero3")
+    with pytest.raises(UnsupportedLayout, match=r"(?s)first: does not lie row-major.*third: does not lie row-major"):
+        convert(str(source), str(tmp_path / "none"), to="zero1", tp=2)
+
+
+def test_the_file_of_a_rank_says_where_its_part_of_each_parameter_lies(tmp_path: Path) -> None:
+    """In the rank's own partition, as DeepSpeed's fragment_address counts: 27 elements are cut after the 14th."""
+    source = write(Built(groups=((("first", (4, 6)), ("second", (3,))),)), tmp_path / "saved")
+    convert(str(source), str(tmp_path / "out"), to="zero1")
+    with open_archive(str(tmp_path / "out" / TAG / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt")) as archive:
+        saved: Any = archive.load()
+    (parts,) = saved["optimizer_state_dict"]["param_slice_mappings"]
+    expected = {"first": {"numel": 10, "start": 0}, "second": {"numel": 3, "start": 10}}
+    assert {name: part.state for name, part in parts.items()} == expected

@@ -46,10 +46,8 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
             continue
         key, master = TensorKey(name=name, kind=WEIGHT), TensorKey(name=name, kind=MASTER)
         tensors[key] = Held(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
-    mend = "load it in a run, and save contiguous tensors there"
-    strided = sorted(set(firsts.values()) - {key.name for key in tensors})
-    faults = [UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend) for name in strided]
-    raise_faults(faults if not own else (), subject=f"converting {checkpoint.listing.folder}")
+    faults = map(strided_fault, sorted(set(firsts.values()) - {key.name for key in tensors}))
+    raise_faults(list(faults) if not own else (), subject=f"converting {checkpoint.listing.folder}")
     order = group_order(checkpoint) if facts is not None else []
     for group in order if not model.lagging else ():  # whose masters are not those of the weights
         for name in group:
@@ -85,6 +83,12 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
         ),
         home=checkpoint,
     )
+
+
+def strided_fault(name: str) -> Fault:
+    """That a weight cannot be cut, or written to another file than the one that it is in."""
+    mend = "load it in a run, and save contiguous tensors there"
+    return UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend)
 
 
 def _unsaved(checkpoint: ZeroCheckpoint) -> list[str]:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from ds_reshard.containers.torch_zip_writer import Pickled, pickled
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
+from ds_reshard.formats.zero.content import strided_fault
 from ds_reshard.formats.zero.flat import by_key
 from ds_reshard.formats.zero.groups import AS_SAVED
 from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
@@ -78,7 +79,9 @@ def zero_target(
     raise_faults(list(_not_bf16(saving) if kind == "bf16" else _of_muon(saving, kind, dp)), subject=subject)
     stages, faults = _stages(saving, like, kind)
     divided, unknown = _divided(saving, tp, like) if tp > 1 else ({}, [])
-    raise_faults([*faults, *unknown], subject=subject)
+    cut = (*saving.trained, *saving.frozen) if tp > 1 else saving.frozen if FORMATS[kind][1] == 3 else ()
+    strided = [strided_fault(name) for name in cut if name not in saving.content.weights]
+    raise_faults([*faults, *unknown, *strided], subject=subject)
     if tp > 1:
         stages = [stage._replace(entries=_of_rank(stage.entries, len(stages), tp, divided, like)) for stage in stages]
     columns: list[Column] = []

@@ -75,11 +75,6 @@ class ModelStates:
         """Whether the saved run trained in fp16, and so scaled its loss."""
         return ElementType.FLOAT16 in self._types
 
-    @property
-    def in_bf16(self) -> bool:
-        """Whether the saved run trained in bf16, and so did not."""
-        return self._types == {ElementType.BFLOAT16}
-
     @cached_property
     def _types(self) -> set[ElementType]:
         names = self.trainable or self.module.keys() - self.buffer_names

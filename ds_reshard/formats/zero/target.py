@@ -132,8 +132,9 @@ class Saving:
     @cached_property
     def trained(self) -> Mapping[str, Shape]:
         """The parameters of all param groups, whole."""
-        weights = self.content.weights
-        return {name: weights[name].shape for group in self.groups for name in group.members if name in weights}
+        states = {name: next(iter(of.values())) for name, of in self.content.trained.items()}
+        held = {**states, **self.content.weights}
+        return {name: held[name].shape for group in self.groups for name in group.members if name in held}
 
     @cached_property
     def frozen(self) -> Mapping[str, tuple[Shape, ElementType]]:
@@ -192,19 +193,19 @@ class Saving:
     def version(self) -> str:
         return self.home.model.version if self.home is not None else VERSION
 
-    @property
-    def in_bf16(self) -> bool:
-        """Whether the parameters were trained in bf16, and so without a loss scale."""
-        return {self.content.weights[name].dtype for name in self.trained} == {ElementType.BFLOAT16}
+    @cached_property
+    def types(self) -> set[ElementType]:
+        """Those in which parameters were trained."""
+        held = self.content.weights if self.own is None else self.own.checkpoint.model.module
+        return {held[name].dtype for name in self.trained if name in held}
 
     @property
     def wraps_bf16(self) -> bool:
         """Whether the run trained in bf16: by the saved JSON; without it by the names of files and the weights."""
         if isinstance(self.entries.get("ds_config"), dict):
             return section(self.config, "bf16" if "bf16" in self.config else "bfloat16").get("enabled") is True
-        types = {self.content.weights[name].dtype for name in self.trained}
         named = self.home is not None and self.home.listing.optim_prefix == "bf16_"
-        return named or ElementType.BFLOAT16 in types
+        return named or ElementType.BFLOAT16 in self.types
 
     @property
     def prefix(self) -> str:
@@ -225,7 +226,7 @@ class Saving:
         Of another precision DeepSpeed keeps the coming run's where the file has none, and so it does `clip_grad`.
         """
         entries = self.home.optimizer_entries if self.home is not None else {}
-        usual = no_scale() if self.in_bf16 else {}
+        usual = no_scale() if self.types == {ElementType.BFLOAT16} else {}
         return {**usual, **{key: entries[key] for key in _KEPT if key in entries}}
 
     def file(self, rank: int) -> ModelStates | None:
