@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7250),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5160),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6850),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6827),
     "other hosts": (("hosts",), 11250),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }

@@ -149,7 +149,7 @@ def _load(
     engine: DeepSpeedEngine, mine: Considered | None, call: Call, request: Request, tag: object, steps: Steps
 ) -> Result:
     with phase("prepare"):
-        found, decision = _agreed(engine, mine, request, tag, steps)
+        found, decision = agree_on_loader(engine, mine, request, tag, steps)
     assert mine is not None and decision.resume is not None
     resume, tag = decision.resume, found.tag or tag
     if decision.prepared is not None:
@@ -159,36 +159,15 @@ def _load(
     return resume.report(resume.after_deepspeed(result))
 
 
-def foresee(
-    training: object, mine: Considered, request: Request, tag: object, *, whole: bool
-) -> tuple[Found, Decision]:
-    """What this rank of a load would do; raises what the load would raise before it changes anything.
-
-    With `whole` also what other ranks find in the shards that they open. `training` is what a resume policy is applied
-    to, without a process group.
-    """
-    with scheduler_seam_off(), in_force(PickleRules(mine.settings.trust)):
-        return _agreed(training, mine, request, tag, Steps(), whole=whole)
-
-
 @uncollected()
-def _agreed(
-    engine: DeepSpeedEngine,
-    mine: Considered | None,
-    request: Request,
-    tag: object,
-    steps: Steps,
-    *,
-    whole: bool = False,
+def agree_on_loader(
+    engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object, steps: Steps
 ) -> tuple[Found, Decision]:
     """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
     found = _found(engine, mine, request, tag)
     with digests() as read:
         decision = _decide(engine, mine, found, request, steps)
     decision.files = read
-    if whole and found.checkpoint is not None and decision.loader:
-        checkpoint, subject = found.checkpoint, f"loading {found.checkpoint.listing.folder}"
-        steps.take(lambda: raise_faults(_open_all(checkpoint, decision), subject=subject), subject=subject)
     ready = None
     if mine is not None:
         subject = f"loading {request.load_dir}"
@@ -199,23 +178,6 @@ def _agreed(
     if mine is not None and unread and (found.tag or found.faults or mine.run is None):
         refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
     return found, decision
-
-
-def _open_all(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
-    """Open the shards of every rank, and say what is wrong with them."""
-    prepared, shards = decision.prepared, decision.shards
-    if prepared is None:
-        assert shards is not None
-        index, families = Index(checkpoint.layout, shards), set(checkpoint.layout.shards)
-    else:
-        index, layout = prepared.index, prepared.index.layout
-        wants = (prepared.wants, *prepared.wants.shares.values())
-        families = {layout[key].family for one in wants for key in one.sources.values()}
-        families |= {MODEL} if checkpoint.listing.partitioned_model else set()
-    for family in sorted(families):
-        for shard in range(index.layout.shards[family]):
-            index.open(family, shard)
-    return index.faults
 
 
 def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:

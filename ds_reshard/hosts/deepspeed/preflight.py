@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
-from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, Grid, ZeroCheckpoint, sequence_ranks
+from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import Row as TensorRow
 from ds_reshard.formats.zero.flat import slice_numel
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
@@ -38,12 +38,13 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load import Considered, foresee
+from ds_reshard.hosts.deepspeed.load import Considered, agree_on_loader
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
 from ds_reshard.hosts.deepspeed.ready import Decision, only_as_saved
-from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict
+from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
+from ds_reshard.model.index import Index
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.ranks import Steps
@@ -294,13 +295,19 @@ class _Forecasting:
         return saved_model(checkpoint, grid, None if kept else dtype or ElementType.FLOAT32)
 
     def _decided(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
-        """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told."""
+        """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told.
+
+        With `whole` the shards that other ranks open are looked at, too.
+        """
         run, settings = coming.run, parse_settings(self.config)
         settings = replace(settings, trust=trusted(settings.trust))
         policy = policy_of(run.kind, settings, module_only=False)
         direct = settings.enabled and not (run.features and run.universal)
         mine = Considered(settings=settings, policy=policy, universal=run.universal, run=run if direct else None)
-        found, decision = foresee(coming, mine, self.request, self.tag, whole=whole)
+        with scheduler_seam_off(), in_force(PickleRules(settings.trust)):
+            found, decision = agree_on_loader(coming, mine, self.request, self.tag, Steps())
+            if whole and found.checkpoint is not None:
+                raise_faults(_open_all(found.checkpoint, decision), subject=f"loading {self.request.load_dir}")
         if decision.loader != "DeepSpeed" or found.checkpoint is None:
             return decision, decision.prepared
         assert decision.resume is not None
@@ -318,6 +325,23 @@ class _Forecasting:
         """The first node's ranks, some of them where they are many, and the last rank of all."""
         a_node = -(-self.coming.world // self.coming.nodes)
         return sorted({*range(0, a_node, -(-a_node // _MOST_RANKS)), self.coming.world - 1})
+
+
+def _open_all(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
+    """Open the shards of every rank, and say what is wrong with them."""
+    prepared, shards = decision.prepared, decision.shards
+    if prepared is None:
+        assert shards is not None
+        index, families = Index(checkpoint.layout, shards), set(checkpoint.layout.shards)
+    else:
+        index, layout = prepared.index, prepared.index.layout
+        wants = (prepared.wants, *prepared.wants.shares.values())
+        families = {layout[key].family for one in wants for key in one.sources.values()}
+        families |= {MODEL} if checkpoint.listing.partitioned_model else set()
+    for family in sorted(families):
+        for shard in range(index.layout.shards[family]):
+            index.open(family, shard)
+    return index.faults
 
 
 def _refuse_sizes(coming: Coming) -> None:
