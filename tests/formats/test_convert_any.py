@@ -159,3 +159,13 @@ def test_the_file_of_a_rank_says_where_its_part_of_each_parameter_lies(tmp_path:
     (parts,) = saved["optimizer_state_dict"]["param_slice_mappings"]
     expected = {"first": {"numel": 10, "start": 0}, "second": {"numel": 3, "start": 10}}
     assert {name: part.state for name, part in parts.items()} == expected
+
+
+def test_a_parameter_without_elements_keeps_its_shape_through_stage_3(tmp_path: Path) -> None:
+    """Its entry in the module, where stage 3 saves a vector of no element for every parameter, does not tell it."""
+    source = write(Built(groups=((("first", (4, 6)), ("empty", (0, 3)), ("second", (3,))),)), tmp_path / "saved")
+    convert(str(source), str(tmp_path / "zero3"), to="zero3")
+    convert(str(tmp_path / "zero3"), str(tmp_path / "out"), to="zero1")
+    saved = torch.load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
+    assert saved["param_shapes"] == [{"first": (4, 6), "empty": (0, 3), "second": (3,)}]
+    assert saved["module"]["empty"].shape == (0, 3)

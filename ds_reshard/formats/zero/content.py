@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.formats.zero.checkpoint import GridColumn, ZeroCheckpoint, is_placeholder
+from ds_reshard.formats.zero.checkpoint import GridColumn, ZeroCheckpoint
 from ds_reshard.formats.zero.flat import turned_back
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
 from ds_reshard.formats.zero.modules import by_number
@@ -202,7 +202,7 @@ def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
     made = {}
     for name, first in first_names(model).items():
         tensor = model.module[name]
-        kept_in_pieces = name in shapes and is_placeholder(tensor, shapes[name])
+        kept_in_pieces = name in shapes and not tensor.numel  # also of a parameter without elements
         if name == first and (tensor.contiguous or kept_in_pieces):
             shape = shapes[name] if kept_in_pieces else tensor.shape
             made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
