@@ -213,6 +213,26 @@ def load_twice(run: Run, folder: str, policy: dict[str, Any]) -> tuple[list[str]
     )
 
 
+def load_after_updates(run: Run, folder: str, keeps: bool) -> tuple[str, ...]:
+    """The rows of masters and moments of a load into a run that has other states; with `keeps` nanotron keeps those."""
+    from nanotron.serialize import optimizer as nanotrons
+
+    context, place = context_of(run), Path(folder) / str(STEP)
+    with hooked():
+        optimizer = build(run, context)
+        nanotrons.load_optimizer(optimizer, context, place, map_location="cpu")
+        base = optimizer.get_base_optimizer()
+        for tensor, state in base.state.items():
+            for value in (tensor, *state.values()):
+                value.data.add_(1) if isinstance(value, torch.Tensor) else None
+        if keeps:
+            optimizer.load_state_dict = lambda *state, **how: None
+        nanotrons.load_optimizer(optimizer, context, place, map_location="cpu")
+    report = last_report()
+    assert report is not None or dist.get_rank()
+    return tuple(report[name].used for name in ("fp32 masters", "moments and step")) if report is not None else ()
+
+
 def config_for(run: Run, context: Any, folder: str | None, **changed: Any) -> Any:
     """The configuration of a trainer: `schedule`, `checkpoints` and `zero_stage` may be others than the saved run's."""
     schedule = SimpleNamespace(**{**SCHEDULE, **changed.get("schedule", {})})

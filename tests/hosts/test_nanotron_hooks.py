@@ -314,6 +314,14 @@ def test_rows_of_what_is_alike_are_looked_at(
     assert [report[name].used for name in ("fp32 masters", "moments and step")] == [masters, moments]
 
 
+def test_rows_of_a_load_that_changed_nothing_say_so(tmp_path: Path, worlds: Any) -> None:
+    """They are measured beside what was read of the checkpoint, also where other states than zero were there before."""
+    folder = str(write(Run(tp=2), tmp_path / "saved"))
+    for keeps, used in ((False, "from the checkpoint"), (True, "as before this load")):
+        told, _ = worlds[2].run("nanotron_jobs.load_after_updates", run=Run(dp=2), folder=folder, keeps=keeps)
+        assert told == (used, used)
+
+
 def test_what_is_no_hyperparameter_is_refused(saved: Callable[..., str], worlds: Any) -> None:
     with pytest.raises(Exception, match="is not a hyper-parameter of this run"):
         worlds[1].run("nanotron_jobs.resume", run=Run(), folder=saved(Run()), policy={"hyperparameters": ["momentum"]})

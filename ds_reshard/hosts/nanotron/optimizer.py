@@ -137,13 +137,14 @@ def load_optimizer(call: Call) -> None:
     size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
     found = other_batch(load, live.dp, size)
     saved: list[Group] | None = None
+    states: States | None = None
     if policy.loads_masters:
         found += experts_of(live.topology.exp)
         if foreign is not None:
             opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
-            saved = _reshard(load, live, opened, found, call.arguments.get("map_location"))
+            saved, states = _reshard(load, live, opened, found, call.arguments.get("map_location"))
         elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
-            saved = _reshard(load, live, partial(_open, listing), found, call.arguments.get("map_location"))
+            saved, states = _reshard(load, live, partial(_open, listing), found, call.arguments.get("map_location"))
         else:
             together(call, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
@@ -153,13 +154,13 @@ def load_optimizer(call: Call) -> None:
     if not policy.loads_moments:
         _begin_anew(live, masters=not policy.loads_masters)
     _settle(live, memory, policy)
-    report_optimizer(load, live, listing, metadata, saved, foreign)
+    report_optimizer(load, live, listing, metadata, saved, foreign, states)
 
 
 def _reshard(
     load: Load, live: Live, opened: Callable[[], Saved], found: Sequence[Fault], map_location: object
-) -> list[Group]:
-    """Load from any layout; returns the saved values of each param group. `found` was found before."""
+) -> tuple[list[Group], States]:
+    """Load from any layout; returns the saved values of each param group, and what was read; `found` is raised, too."""
     policy = load.policy
     states = prepare(live, opened, policy, found, subject=f"loading {load.where}")
     subject = f"loading {states.checkpoint.folder}"
@@ -184,7 +185,7 @@ def _reshard(
             group.update(values)
 
     together(put, live.world, subject=subject)
-    return saved
+    return saved, states
 
 
 def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None, policy: ResumePolicy) -> bool:
@@ -528,31 +529,41 @@ def _buffer(name: str, kind: str) -> str:
 _KEPT = "as before this load"
 
 
-def _left(live: Live, policy: ResumePolicy) -> tuple[str, str]:
+def _left(live: Live, policy: ResumePolicy, read: States | None) -> tuple[str, str]:
     """Whose the masters and the moments of all ranks are, each answer once; collective."""
-    mine = (_masters_left(live, policy), _moments_left(live, policy)) if live.held else None
+    mine = (_masters_left(live, policy, read), _moments_left(live, policy, read)) if live.held else None
     everyone = [one for one in gather(mine, live.world) if one is not None]
     masters, moments = ("; ".join(dict.fromkeys(answers)) for answers in zip(*everyone, strict=True))
     return masters, moments
 
 
-def _moments_left(live: Live, policy: ResumePolicy) -> str:
+def _moments_left(live: Live, policy: ResumePolicy, read: States | None) -> str:
     """Whose the moments and steps of this rank are, by what is in its optimizer."""
     if not has_moments(live.base, steps=True):
         return "zero"
-    return "from the checkpoint" if policy.loads_moments else _KEPT
+    return "from the checkpoint" if policy.loads_moments and _holds(live, read, masters=False) else _KEPT
 
 
-def _masters_left(live: Live, policy: ResumePolicy) -> str:
+def _masters_left(live: Live, policy: ResumePolicy, read: States | None) -> str:
     """Whose the masters of this rank are: after a load without them the weights, to the bit."""
     parts = live.accumulator.parameters.values() if live.accumulator is not None else ()  # type: ignore[attr-defined]
     if not all(bool((held["fp32"] == held["half"]).all()) for held in parts):
-        return "from the checkpoint" if policy.loads_masters else _KEPT
+        return "from the checkpoint" if policy.loads_masters and _holds(live, read, masters=True) else _KEPT
     if not policy.loads_masters:
         return "from the loaded weights"
     return (
         EQUAL_TO_WEIGHTS if any(held["fp32"].dtype != held["half"].dtype for held in parts) else "from the checkpoint"
     )
+
+
+def _holds(live: Live, read: States | None, *, masters: bool) -> bool:
+    """Whether the optimizer holds what was read of the checkpoint; what nanotron has read itself is not compared."""
+    for (name, kind), tensor in read.tensors.items() if read is not None else ():
+        own = live.held[name].tensor
+        held = own if kind == MASTER else live.base.state.get(own, {}).get(kind)
+        if (kind == MASTER) is masters and (held is None or not bool((held.detach().cpu() == tensor).all())):
+            return False
+    return True
 
 
 def report_optimizer(
@@ -562,6 +573,7 @@ def report_optimizer(
     metadata: Metadata | None,
     saved: Sequence[Group] | None,
     foreign: Foreign | None,
+    states: States | None,
 ) -> None:
     """What became of the optimizer; published at once in a loop of the user's own."""
     policy, then, now = load.policy, listing.topology, live.topology
@@ -580,7 +592,7 @@ def report_optimizer(
         if size is None and not policy.schedule_is_this_runs and not policy.takes(BATCH):
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
             load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
-    why, (masters, moments) = because(policy, "optimizer"), _left(live, policy)
+    why, (masters, moments) = because(policy, "optimizer"), _left(live, policy, states)
     load.row("fp32 masters", masters, why)
     load.row("moments and step", moments, why)
     for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
