@@ -17,7 +17,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.index import Extent, Index
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Holder, Layout, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Box, Region
 from ds_reshard.model.reports import Inspection
@@ -168,12 +168,12 @@ class Checkpoint(ABC):
         fault = UnsupportedLayout.fault(self.folder, "has no fault that is known how to be repaired", mend=mend)
         raise error_of([fault], subject=f"repairing {self.folder}")
 
-    def replicas(self) -> Index | None:
-        """Copies of tensors that several ranks have saved, under the keys of the layout but for `copy`."""
-        return None
+    def replicas(self) -> Mapping[Holder, Index]:
+        """The replicas of tensors that several ranks have saved, by their holders."""
+        return {holder: self.index.of(layout) for holder, layout in self.layout.replicas().items()}
 
-    def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
-        """What is wrong where a copy has other values than the first; `untrained` reads whether one is all zeros."""
+    def apart(self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+        """The fault of a replica with other values than the first; `untrained` reads whether one is all zeros."""
         what = "is not the same on each rank that holds a copy of it"
         return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.unproved_mend)
 
@@ -426,10 +426,10 @@ def _extents(index: Index, key: TensorKey) -> list[Extent]:
 
 
 def checksums(index: Index, key: TensorKey) -> object:
-    """Equal for two tensors of which checksums tell that their bytes are equal; None of one is like no other."""
+    """Equal for two tensors if checksums tell that their bytes are equal; if they do not, unlike any other's."""
     placement, extents = index.layout[key], _extents(index, key)
     if not extents or any(one.record.crc32 is None or one.nbytes != one.record.nbytes for one in extents):
-        return key
+        return index.layout, key  # of a replica the layout is another
     return placement.shape, placement.dtype, tuple((one.numel, one.record.crc32) for one in extents)
 
 

@@ -83,6 +83,20 @@ class Cut(NamedTuple):
         return number + self.wide, inside, self.chunk - 1
 
 
+class Holder(NamedTuple):
+    """Who holds a replica: which of the pipeline stages that have the tensor, and which of the ranks, both from 0."""
+
+    stage: int = 0
+    rank: int = 0
+
+
+class Replica(NamedTuple):
+    """Another place of a tensor, which holds the same values."""
+
+    holder: Holder
+    placement: Placement
+
+
 class Placement(NamedTuple):
     """Where one logical tensor lies.
 
@@ -92,6 +106,8 @@ class Placement(NamedTuple):
 
     A tensor that lies in several boxes (tensor parallelism) has them as `tiles`, each a placement of the same tensor
     in the same buffer, which together cover it; `box` is then all of it, and `cut` says nothing.
+
+    `replicas` of a saved tensor are read to be compared with it, and no plan reads them.
     """
 
     key: TensorKey
@@ -103,6 +119,7 @@ class Placement(NamedTuple):
     box: Box
     replicated: bool = False
     tiles: tuple[Placement, ...] = ()
+    replicas: tuple[Replica, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -231,9 +248,9 @@ class Layout:
             if len(members) == 1:
                 self._check_fit(family, buffer, members)
                 continue
-            by_first: dict[tuple[int, int, int], list[Placement]] = {}
-            for member in members:  # copies of one tensor may have parts in common that have no copy
-                by_first.setdefault((member.cut.first, member.cut.step, member.key.copy), []).append(member)
+            by_first: dict[tuple[int, int], list[Placement]] = {}
+            for member in members:
+                by_first.setdefault((member.cut.first, member.cut.step), []).append(member)
             for together in by_first.values():
                 self._check(family, buffer, together)
 
@@ -247,6 +264,14 @@ class Layout:
 
     def __contains__(self, key: TensorKey) -> bool:
         return key in self.placements
+
+    def replicas(self) -> dict[Holder, Layout]:
+        """What each other holder has: a layout of the same tensors, in its places."""
+        found: dict[Holder, dict[TensorKey, Placement]] = {}
+        for key, placement in self.placements.items():
+            for holder, replica in placement.replicas:
+                found.setdefault(holder, {})[key] = replica
+        return {holder: Layout(placements, self.shards) for holder, placements in sorted(found.items())}
 
     def kinds(self, name: str) -> list[str]:
         return list(dict.fromkeys(self._kinds.get(name, ())))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
 from ds_reshard.model.checkpoint import Checkpoint, checksums
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.operations.options import Reading
 
 if TYPE_CHECKING:
@@ -62,20 +63,22 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
     """The tensors of which several ranks hold copies that are not the same bits."""
     from ds_reshard.execution.deviation import Deviation, same_bits
 
-    copies = source.replicas()
-    if copies is None:
-        return []
-    keys = [key for key in copies.layout.placements if names is None or key.name in names or key.kind == WEIGHT]
-    firsts = {key: key._replace(copy=0) for key in keys}
-    keys = [key for key in keys if firsts[key] in source.layout]
-    keys = [key for key in keys if checksums(copies, key) != checksums(source.index, firsts[key])]
-    keys = keys[part::of]
-    wrong = dict[TensorKey, Deviation]()
-    for span in _side_by_side([((copies, key), (source.index, firsts[key])) for key in keys]):
+    replicas = source.replicas()
+    rows = [
+        (key, holder)
+        for holder, index in replicas.items()
+        for key in index.layout.placements
+        if key in source.layout
+        and (names is None or key.name in names or key.kind == WEIGHT)
+        and checksums(index, key) != checksums(source.index, key)
+    ]
+    rows = rows[part::of]
+    wrong = dict[tuple[TensorKey, Holder], Deviation]()
+    for span in _side_by_side([((replicas[holder], key), (source.index, key)) for key, holder in rows]):
         if not same_bits(*span.values):
-            wrong.setdefault(keys[span.row], Deviation()).add(span.start, *span.values)
-    told = {key: f"{found.differing} elements differ, by at most {found.max_abs:g}" for key, found in wrong.items()}
-    faults = (source.apart(key, told[key], lambda one: is_zero(copies, one)) for key in sorted(wrong))
+            wrong.setdefault(rows[span.row], Deviation()).add(span.start, *span.values)
+    told = {at: f"{found.differing} elements differ, by at most {found.max_abs:g}" for at, found in wrong.items()}
+    faults = (source.apart(*at, told[at], partial(is_zero, replicas[at[1]])) for at in sorted(wrong))
     return [fault for fault in faults if fault is not None]
 
 

@@ -45,7 +45,7 @@ def lines(layout: Layout) -> list[str]:
     found = []
     for placement in layout.placements.values():
         what = f"{placement.key.name} {placement.key.kind} {placement.dtype.label} {placement.shape}"
-        for part in placement.parts:
+        for part in (*placement.parts, *(part for _, one in placement.replicas for part in one.parts)):
             box = f"{part.box.offset}+{part.box.size}"
             for shard in range(1 if part.replicated else layout.shards[part.family]):
                 piece = part.piece(shard)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ds_reshard.formats.zero.flat import (
     FlatBuffer,
+    Placed,
     Rule,
     arranged,
     by_key,
@@ -22,7 +23,7 @@ from ds_reshard.formats.zero.flat import (
     turned_back,
     whole,
 )
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, Tiles, check_cover, chunked
+from ds_reshard.model.layout import Cut, Holder, Layout, Placement, TensorKey, Tiles, check_cover, chunked
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Part, Region, overlap
 
@@ -131,15 +132,17 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
     gaps = data.draw(st.none() | st.lists(st.integers(0, 3), min_size=len(shapes), max_size=len(shapes)))
     buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=dp, number=7, gaps=gaps)
     size, found = buffer.partition_numel, {name: dict(places) for name, places in buffer.momentum_offsets()}
-    placements = by_key(buffer.momentum_placements("f", {"m": BF16}))
-    Layout(placements, {"f": dp})
+    placements = list(buffer.momentum_placements("f", {"m": BF16}))
+    replicas = Layout(by_key(merged(map(Placed, placements))), {"f": dp}).replicas()
+    firsts = {one.key for one in placements}
+    assert sum(len(of_rank.placements) for of_rank in replicas.values()) == len(placements) - len(firsts)
     for rank in range(dp):
         begin, end, at, own = size * rank, size * (rank + 1), 0, 0
         for number, (name, shape) in enumerate(shapes.items()):
             numel = prod(shape)
             if begin <= at < end or at < begin < at + numel:
                 assert found[name].pop(rank) == own
-                pieces = [one.piece(rank) for key, one in placements.items() if key.name == name]
+                pieces = [one.piece(rank) for one in placements if one.key.name == name]
                 assert [one.element_offset for one in pieces if one is not None] == ([own] if numel else [])
                 own += numel
             at += numel + (gaps[number] if gaps else 0)
@@ -392,24 +395,32 @@ def test_boxes_that_overlap_are_refused_where_their_elements_are_as_many_as_the_
 
 @QUICK
 @given(st.lists(st.lists(st.integers(0, 4), unique=True), min_size=1, max_size=4))
-def test_equal_parts_of_ranks_are_copies_and_all_others_tiles(ranks):
-    """Copy n of a row is that of the n-th rank that has it, or, where fewer have it, of the first."""
+def test_equal_parts_of_ranks_are_replicas_and_all_others_tiles(ranks):
+    """Replica n has of each row what the n-th rank that has it holds, or, if fewer have it, the first."""
     rows = sorted({row for held in ranks for row in held})
     ranks, shape = [[rows.index(row) for row in held] for held in ranks], (len(rows), 3)
     placed = []
     for rank, held in enumerate(ranks):
         one = whole("w", "fp32", shape, FP32, family="optim", buffer="fp32/0")
         parts = [Part(Box.along(shape, 0, row, 1), 3 * at) for at, row in enumerate(held)]
-        placed.append((one._replace(cut=Cut(chunk=99, phase=7, first=rank)), tuple(parts)))
+        for stage in (0, 2):
+            placed.append(Placed(one._replace(cut=Cut(chunk=99, phase=7 + stage, first=rank)), tuple(parts), stage))
     holders = [[rank for rank, held in enumerate(ranks) if row in held] for row in range(len(rows))]
-    copies = list(merged(placed, stride=2))
-    assert [one.key.copy for one in copies] == [2 * n for n in range(max(map(len, holders), default=1))]
-    for number, copy in enumerate(copies if rows else ()):
-        check_cover([tile.box for tile in copy.parts], shape)
-        for tile in copy.parts:
+    (first,) = merged(placed)
+    found = {Holder(): first, **dict(first.replicas)}
+    number = range(max(map(len, holders), default=1))
+    assert list(found) == [Holder(stage, rank) for stage in (0, 2) for rank in number]
+    for (stage, number), replica in found.items() if rows else ():
+        check_cover([tile.box for tile in replica.parts], shape)
+        for tile in replica.parts:
             row = tile.box.offset[0]
             rank = holders[row][number] if number < len(holders[row]) else holders[row][0]
-            assert (tile.cut.first, tile.cut.phase) == (rank, 7 + 3 * ranks[rank].index(row))
+            assert (tile.cut.first, tile.cut.phase) == (rank, 7 + stage + 3 * ranks[rank].index(row))
+
+
+def test_a_tensor_that_only_a_later_stage_has_is_none_of_the_layout():
+    one = whole("w", "weight", (3,), FP32, family="model", buffer="copy 1 of w")
+    assert list(merged([Placed(one, None, 1)])) == []
 
 
 def test_a_pickled_layout_comes_back_as_it_was_with_tiles_copies_and_uneven_cuts():

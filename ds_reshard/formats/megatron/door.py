@@ -21,7 +21,7 @@ from ds_reshard.formats.megatron.torch_target import torch_format_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, SavedCheckpoint, SavedListing, checksums
 from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.model.records import GlobalName
 from ds_reshard.model.target import Asked, Target
 
@@ -60,15 +60,15 @@ class OpenedMegatron(SavedCheckpoint):
                 and (not observed or re.search(r"\.[qk]_layernorm\.", key.name))
             ):
                 told = checksums(self.index, key)
-                told = self.layout[key].shape if told == key else told
+                told = self.layout[key].shape if told == (self.layout, key) else told
                 alike.setdefault((layer[0], told), []).append(key.name)
         for names in (names for names in alike.values() if len(names) > 1):
             others = ", ".join(names[1:])
             what = f"the weights are the same bits as those of {others}: nothing proves whose states are whose"
             yield UnsupportedLayout.fault(names[0], what, mend=RESAVE)
 
-    def replicas(self) -> Index | None:
-        return Index(self.state.replicas, self.state)
+    def replicas(self) -> Mapping[Holder, Index]:
+        return {holder: Index(layout, self.state) for holder, layout in self.state.replicas.items()}
 
     def content(self) -> Content:
         """All of it but random states; of the arguments those that are plain values."""

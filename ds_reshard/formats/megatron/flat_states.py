@@ -20,7 +20,7 @@ from ds_reshard.formats.megatron.buckets import Bucket, Slot, boxes_between, buc
 from ds_reshard.formats.megatron.checkpoint import read_object
 from ds_reshard.formats.megatron.optimizer import KINDS, odd_states
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.layout import Placement, TensorKey, Tile
+from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, Tile
 from ds_reshard.model.region import Box
 
 FLAT = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(gbuf_idx_\d+\..+)\.([^.]+)")
@@ -355,6 +355,17 @@ def _same(
     fault = _other(directory.path, what, str(computed), str([list(one.values()) for one in saved]))
     faults.append(frozen(fault, RESAVE) if len(saved[0]) == 1 and saved[0].keys() == saved[1].keys() else fault)
     return None
+
+
+def by_holder(placements: Mapping[TensorKey, Placement], shards: Mapping[str, int]) -> dict[Holder, Layout]:
+    """The copies of tensors that other ranks hold, a layout for the first ones, one for the second ones, and so on."""
+    found: dict[Holder, dict[TensorKey, Placement]] = {}
+    for key, placement in placements.items():
+        first = key._replace(copy=0)
+        if key.copy:
+            tiles = tuple(tile._replace(key=first) for tile in placement.tiles)
+            found.setdefault(Holder(rank=key.copy), {})[first] = placement._replace(key=first, tiles=tiles)
+    return {holder: Layout(own, shards) for holder, own in sorted(found.items())}
 
 
 def _place(

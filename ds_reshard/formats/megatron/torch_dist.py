@@ -38,14 +38,14 @@ from ds_reshard.formats.megatron.checkpoint import (
     read_list,
     read_object,
 )
-from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, family_of, find_states, ordered
+from ds_reshard.formats.megatron.flat_states import FLAT, RESAVE, FlatStates, by_holder, family_of, find_states, ordered
 from ds_reshard.formats.megatron.optimizer import KINDS, Trained, facts_of
 from ds_reshard.formats.megatron.shifts import Shifts, find_shifts
 from ds_reshard.formats.megatron.target import Shown
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Layout, Placement, TensorKey, Tile, check_cover, tiled
+from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, Tile, check_cover, tiled
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
@@ -72,7 +72,7 @@ class TorchDist(SavedState):
     directory: Directory
     chunks: Mapping[str, Sequence[tuple[str, Chunk]]]
     arguments: Mapping[str, object]
-    replicas: Layout
+    replicas: Mapping[Holder, Layout]
     distributed: bool
     flat: bool
     common: Mapping[object, object]
@@ -182,7 +182,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
         objects=dict(objects_of(common, arguments)),
         chunks=families,
         arguments=arguments,
-        replicas=Layout(replicas, shards),
+        replicas=by_holder(replicas, shards),
         distributed=kind is not None and not unread,
         flat=flat and not unread,
         ungrouped=ungrouped,

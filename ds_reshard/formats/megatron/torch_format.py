@@ -22,6 +22,7 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, Unsu
 from ds_reshard.formats.megatron.buckets import Slot, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import MODEL, Chain, Group, arguments_of, chain_of, counted, objects_of
 from ds_reshard.formats.megatron.flat_states import (
+    by_holder,
     experts_apart,
     experts_cut,
     frozen,
@@ -36,7 +37,7 @@ from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import canonical, number_of
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Layout, Placement, TensorKey, check_cover, tiled
+from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, check_cover, tiled
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
@@ -133,7 +134,7 @@ class _Rank:
 class TorchFormat(SavedState):
     """What the files tell; the shards are the folders, and each piece is a buffer of one."""
 
-    replicas: Layout
+    replicas: Mapping[Holder, Layout]
     arguments: Mapping[str, object]
     extents: Sequence[Mapping[str, Extent]]
     shown: Shown
@@ -215,7 +216,7 @@ def open_torch_format(folder: str, *, optimizer: bool = True) -> TorchFormat:
     return TorchFormat(
         folder=folder,
         layout=layout,
-        replicas=Layout({key: one for key, one in placements.items() if key.copy}, {_FAMILY: len(extents)}),
+        replicas=by_holder(placements, {_FAMILY: len(extents)}),
         facts=facts,
         objects=dict(objects_of(first.held, first.arguments)),
         arguments=first.arguments,

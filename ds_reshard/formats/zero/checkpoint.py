@@ -16,7 +16,7 @@ from ds_reshard.formats.zero.optim_states import OptimStates, Partition
 from ds_reshard.formats.zero.tensor_parallel import Division
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import OptimizerFacts
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.model.rules import Rule
@@ -98,9 +98,7 @@ class GridColumn:
             wholes = {kind: partition.wholes[kind].dtype for kind in sorted(partition.whole_kinds)}
             if wholes:
                 yield from buffer.momentum_placements(self.family, wholes)
-            for placement in buffer.placements(self.family):
-                copy = self.copies.get(placement.key.name, 0)
-                yield placement._replace(key=placement.key._replace(copy=copy)) if copy else placement
+            yield from buffer.placements(self.family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,17 +195,12 @@ class ZeroCheckpoint(AnyCheckpoint):
     """What all ranks know of a DeepSpeed folder before any of them opens its own shards.
 
     Made by one rank from the listing, one model file and one optimizer file. `columns` are where the flat buffers of
-    `optim` lie, `copies` the tensors of which a file before has a copy. Copies of the next tensor-parallel rank are
-    numbered from `copy_stride` on.
+    `optim` lie, `copies` the weights of which a file before has a copy, for each tensor-parallel rank, by name and
+    number of the stage.
     """
 
     columns: tuple[GridColumn, ...] = ()
-    copies: tuple[Mapping[str, TensorRecord], ...] = ()
-    copy_stride: int = 1
-
-    def copy_of(self, key: TensorKey) -> tuple[int, int]:
-        """The tensor-parallel rank, and of that the copy, counted through the stages, that a key of a copy means."""
-        return divmod(key.copy, self.copy_stride)
+    copies: tuple[Mapping[tuple[str, int], TensorRecord], ...] = ()
 
 
 def sequence_ranks(entries: Mapping[str, object]) -> int:

@@ -28,7 +28,7 @@ from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content
 from ds_reshard.model.facts import GroupFacts, canonical, describe
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Inspection
@@ -52,8 +52,7 @@ class OpenedZero(Checkpoint):
         self.unproved_mend = "restore all files of one save, or load another tag"
         self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
         self.tp, self.pp, self.ep = zero.grid.tp, zero.grid.pp, zero.grid.ep
-        owned = {key: at for key, at in zero.layout.placements.items() if not key.copy}
-        self.layout = zero.layout if len(owned) == len(zero.layout.placements) else Layout(owned, zero.layout.shards)
+        self.layout = zero.layout
         self.shared, self.buffer_names = zero.model.shared, zero.model.buffer_names
         self.notes, self.module = tuple(_notes(zero)), zero.model.module
         found = zero.listing
@@ -94,23 +93,18 @@ class OpenedZero(Checkpoint):
 
         return pieces, Shards(index=index, compare=compare)
 
-    def replicas(self) -> Index | None:
-        copies = {key: at for key, at in self.zero.layout.placements.items() if key.copy}
-        return self.index.of(Layout(copies, self.zero.layout.shards)) if copies else None
-
-    def apart(self, key: TensorKey, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+    def apart(self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
-        copy = self.zero.copy_of(key)[1]
-        if not copy:
-            return copy_fault(self.zero, key, found)
-        first = TensorKey(key.name, MASTER)
-        if first in self.zero.layout and first._replace(copy=1) not in self.zero.layout:  # one stage has it
+        if not holder.stage:
+            return copy_fault(self.zero, key, holder.rank, found)
+        first = self.layout.placements.get(TensorKey(key.name, MASTER))
+        if first is not None and not any(replica.holder.stage for replica in first.replicas):  # one stage has it
             what, mend = "is not the same in each file of its tied module", "restore all files of one save"
             return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
-        own = [key._replace(kind=kind) for kind in self.zero.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
-        if key._replace(kind=MASTER) not in self.zero.layout or (own and all(map(untrained, own))):
+        own = [key._replace(kind=kind) for kind in self.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
+        if first is None or (own and all(map(untrained, own))):
             return None
-        what = f"copy {copy + 1}, of another stage, was trained, and has other values than the first"
+        what = f"copy {holder.stage + 1}, of another stage, was trained, and has other values than the first"
         mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"
         return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
 
@@ -274,7 +268,8 @@ def _of_stages(saving: Saving) -> Iterator[Fault]:
 
 
 def _notes(zero: ZeroCheckpoint) -> Iterator[str]:
-    copies = sorted({key.name for key in zero.layout.placements if zero.copy_of(key)[1]})
+    stages = {one.key.name for one in zero.layout.placements.values() if any(of.stage for of, _ in one.replicas)}
+    copies = sorted(stages | {name for of_rank in zero.copies for name, _ in of_rank})
     if copies:
         yield f"several stages have a copy of {', '.join(copies[:8])}: those of the first stage are shown"
     unsaved = [name for name in zero.model.trainable if TensorKey(name, WEIGHT) not in zero.layout and zero.stages]

@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ds_reshard.model.facts import Scalar
-from ds_reshard.model.layout import Cut, Placement, TensorKey, in_parts
+from ds_reshard.model.layout import Cut, Holder, Placement, Replica, TensorKey, in_parts
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Part, Shape
 
@@ -122,12 +122,10 @@ class FlatBuffer:
         """Where states of whole parameters lie: a copy on each rank whose partition overlaps the parameter."""
         for name, places in self.momentum_offsets():
             box = Box.whole(self.shapes[name])
-            for copy, (rank, at) in enumerate(places):
+            for rank, at in places:
                 cut = Cut(chunk=max(1, box.numel), origin=at, first=rank)
                 for kind, dtype in kinds.items():
-                    yield Placement(
-                        TensorKey(name, kind, copy), box.size, dtype, family, f"{kind}/{self.number}", cut, box
-                    )
+                    yield Placement(TensorKey(name, kind), box.size, dtype, family, f"{kind}/{self.number}", cut, box)
 
 
 def arranged(
@@ -219,33 +217,56 @@ def in_one_shard(key: TensorKey, shape: Shape, dtype: ElementType, shard: int, *
     return Placement(key, shape, dtype, family, f"{key.kind}/{key.name}", cut, Box.whole(shape))
 
 
-Placed = tuple[Placement, tuple[Part, ...] | None]
-"""Where a shard of a tensor lies, and the parts of the tensor that it is; None of one that is whole."""
+class Placed(NamedTuple):
+    """Where a shard of a tensor lies, and the parts of the tensor that it is; None of one that is whole.
+
+    `stage` is the number of its pipeline stage among those that have the tensor.
+    """
+
+    placement: Placement
+    parts: tuple[Part, ...] | None = None
+    stage: int = 0
 
 
-def merged(placed: Iterable[Placed], stride: int = 1) -> Iterator[Placement]:
-    """Whole tensors of the shards that any number of ranks have: equal parts are copies, all others tiles.
+def merged(placed: Iterable[Placed]) -> Iterator[Placement]:
+    """Whole tensors of the shards that any number of ranks have, with their replicas.
 
-    The first copies are one tensor, the second ones another, numbered `stride` further, and so on. A part that has no
-    second copy is in all of them.
+    What another stage has is a replica. Of what one stage has equal parts are replicas, and all others tiles. A part of
+    which there is no second one is in all replicas. A tensor that the first stage has nowhere is left out.
     """
     shards: dict[TensorKey, list[Placed]] = {}
     for one in placed:
-        shards.setdefault(one[0].key, []).append(one)
-    for key, own in shards.items():
-        first, parts = own[0]
-        if parts is None:
-            yield first
+        shards.setdefault(one.placement.key, []).append(one)
+    for own in shards.values():
+        first, stages = own[0], dict[int, list[Placed]]()
+        if len(own) == 1 and first.parts is None and not first.stage:  # as most tensors lie
+            yield first.placement
             continue
-        holders: dict[Box, list[tuple[Cut, Part]]] = {}
-        for placement, parts in own:
-            for part in parts or ():
-                holders.setdefault(part.box, []).append((placement.cut, part))
-        whole = first._replace(box=Box.whole(first.shape), replicated=False, cut=Cut(chunk=1))
-        for copy in range(max(map(len, holders.values()), default=1)):
-            taken = (of[copy if copy < len(of) else 0] for of in holders.values())
-            numbered = whole._replace(key=key._replace(copy=key.copy + copy * stride))
-            yield in_parts(numbered, ((cut, (part,)) for cut, part in taken))
+        for one in own:
+            stages.setdefault(one.stage, []).append(one)
+        (holder, placement), *others = (
+            Replica(Holder(stage, rank), whole)
+            for stage, of_stage in sorted(stages.items())
+            for rank, whole in enumerate(_wholes(of_stage))
+        )
+        if holder == Holder():
+            yield placement._replace(replicas=tuple(others))
+
+
+def _wholes(shards: Sequence[Placed]) -> Iterator[Placement]:
+    """The tensor of first parts, that of second ones, and so on."""
+    if shards[0].parts is None:
+        yield from (one.placement for one in shards)
+        return
+    holders: dict[Box, list[tuple[Cut, Part]]] = {}
+    for placement, parts, _ in shards:
+        for part in parts or ():
+            holders.setdefault(part.box, []).append((placement.cut, part))
+    first = shards[0].placement
+    whole = first._replace(box=Box.whole(first.shape), replicated=False, cut=Cut(chunk=1))
+    for number in range(max(map(len, holders.values()), default=1)):
+        taken = (of[number if number < len(of) else 0] for of in holders.values())
+        yield in_parts(whole, ((cut, (part,)) for cut, part in taken))
 
 
 def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:

@@ -20,12 +20,12 @@ from typing import NamedTuple
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, error_of, fail
 from ds_reshard.formats.zero.autoep import Dealt, autoep_layers, dealt_parameters, expert_weights
 from ds_reshard.formats.zero.checkpoint import MODEL, Grid, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import whole
+from ds_reshard.formats.zero.flat import Placed, whole
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Shape
 
@@ -90,17 +90,17 @@ def by_number(names: Iterable[str]) -> list[str]:
 class Module(NamedTuple):
     """The module's tensors by their names in the whole model, and its other entries.
 
-    `placements` are weights that are not in the model file, and `shards` the families of files that they lie in.
-    `copies` are tensors of which another stage's file has the first copy, with the number of theirs, and `late` names
-    of weights that are, or at ZeRO stage 0 may be, a later stage's. `dealt` are parameters that hold all experts of a
+    `placed` are weights that are not in the model file, and `shards` the families of files that they lie in.
+    `copies` are tensors of which another stage's file has the first copy, by name and number, and `late` names of
+    weights that are, or at ZeRO stage 0 may be, a later stage's. `dealt` are parameters that hold all experts of a
     layer of AutoEP.
     """
 
     tensors: Mapping[str, TensorRecord]
     objects: Mapping[str, object]
-    placements: Sequence[Placement] = ()
+    placed: Sequence[Placed] = ()
     shards: Mapping[str, int] = {}
-    copies: Mapping[TensorKey, TensorRecord] = {}
+    copies: Mapping[tuple[str, int], TensorRecord] = {}
     late: frozenset[str] = frozenset()
     dealt: Mapping[str, Dealt] = {}
 
@@ -130,7 +130,8 @@ def with_autoep(listing: Listing, model: ModelStates, faults: list[Fault]) -> Mo
     dealt, dtypes = dealt_parameters(listing, model, layers, faults)
     placements, shards = expert_weights(listing, dealt, dtypes)
     stand_ins = {name: new_tensor("", (0,), dtype) for name, dtype in dtypes.items()}
-    return Module({**model.module, **stand_ins}, model.objects, placements, shards, dealt=dealt)
+    placed = [Placed(one) for one in placements]
+    return Module({**model.module, **stand_ins}, model.objects, placed, shards, dealt=dealt)
 
 
 def _missing_experts(listing: Listing, model: ModelStates) -> Iterator[Fault]:
@@ -272,7 +273,7 @@ def of_layers(
     ties = dict(row.ties) if row.ties is not None else _inferred(layers, shapes, stages, listing.folder, faults)
     named: dict[str, TensorRecord] = {}
     objects: dict[str, object] = {}
-    copies: dict[TensorKey, TensorRecord] = {}
+    copies: dict[tuple[str, int], TensorRecord] = {}
     seen: dict[str, set[int]] = {}
     silent = set(range(max(layers, default=0))) - set(layers) if row.ties is None else set()
     for layer, entries in layers.items():
@@ -287,22 +288,22 @@ def of_layers(
             if not isinstance(value, TensorRecord):
                 objects[name] = value
             elif number:
-                copies[TensorKey(name, WEIGHT, number)] = value
+                copies[name, number] = value
             else:
                 named[name] = value
-    late = {at.name: at for at in sorted(copies, reverse=True) if at.name not in named}
+    late = {name: (name, number) for name, number in sorted(copies, reverse=True) if name not in named}
     late = {name: at for name, at in late.items() if not (optimizer and name in shapes)}
     named |= {name: copies.pop(at) for name, at in late.items()}
     firsts = {key: layer for layer, key in sorted(ties.items(), reverse=True)} if not shapes and len(stages) > 1 else {}
     unsure = {name for name in named if firsts.get(tied_key(name) or "", -1) not in {-1, *layers}}
     faults += _misshapen(listing, named, copies, shapes)
-    placements = [
-        whole(key.name, key.kind, one.shape, one.dtype, family=MODEL, buffer=copy_buffer(key))._replace(key=key)
-        for key, one in copies.items()
+    placed = [
+        Placed(whole(name, WEIGHT, one.shape, one.dtype, family=MODEL, buffer=copy_buffer(name, number)), None, number)
+        for (name, number), one in copies.items()
         if one.contiguous
     ]
     late_names = frozenset({*late, *unsure}.difference(*(stage.buffer_names for stage in stages)))
-    return Module(named, objects, placements, copies=copies, late=late_names)
+    return Module(named, objects, placed, copies=copies, late=late_names)
 
 
 def _copy_of_file(layer: int, key: str, tied: set[int], stages: Sequence[ModelStates], taken: set[int]) -> int:
@@ -371,7 +372,7 @@ def _absent(listing: Listing, row: Row, layers: Layers, stages: Sequence[ModelSt
 def _misshapen(
     listing: Listing,
     named: Mapping[str, TensorRecord],
-    copies: Mapping[TensorKey, TensorRecord],
+    copies: Mapping[tuple[str, int], TensorRecord],
     shapes: Mapping[str, Shape],
 ) -> Iterator[Fault]:
     of_files = {layer_of(name) for name in named} - {None}
@@ -382,10 +383,10 @@ def _misshapen(
         elif tensor is not None and tensor.shape != tuple(shape):
             what = f"holds {name} of another shape"
             yield damaged(tensor.storage.path, what, str(list(shape)), str(list(tensor.shape)))
-    for key, tensor in copies.items():
-        first = named.get(key.name)
+    for (name, _), tensor in copies.items():
+        first = named.get(name)
         if first is not None and tensor.shape != first.shape:
-            what = f"holds a copy of {key.name} of another shape"
+            what = f"holds a copy of {name} of another shape"
             yield damaged(tensor.storage.path, what, str(list(first.shape)), str(list(tensor.shape)))
 
 
@@ -397,15 +398,14 @@ def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
     """
     files: dict[str, dict[str, TensorKey]] = {name: {} for (_, rank), name in zero.listing.layers.items() if not rank}
     module = zero.rows[0].module if zero.rows else zero.model.module
-    records = {TensorKey(name, WEIGHT): record for name, record in module.items()}
-    copies = {key: copy_buffer(key) for key in zero.layout.placements if key.copy and key.kind == WEIGHT}
-    beside = {key: zero.copies[0][buffer] for key, buffer in copies.items() if buffer in zero.copies[0]}
-    held = {key: record for key, record in (records | beside).items() if record.storage.path}
-    lowest = {key.name: key.copy for key in sorted(held, reverse=True)}
-    for key, record in held.items():
-        tie, layer = tied_key(key.name), layer_of(key.name)
-        entry = key.name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
-        one = key._replace(name=zero.model.shared.get(key.name, key.name), copy=key.copy - lowest[key.name])
+    copies = {at: record for at, record in zero.copies[0].items() if record.contiguous}
+    records = {(name, 0): record for name, record in module.items()} | copies
+    held = {at: record for at, record in records.items() if record.storage.path}
+    lowest = dict(sorted(held, reverse=True))
+    for (name, number), record in held.items():
+        tie, layer = tied_key(name), layer_of(name)
+        entry = name.removeprefix(f"{layer}." if tie is None else f"tied_modules.{tie}.")
+        one = TensorKey(zero.model.shared.get(name, name), WEIGHT, number - lowest[name])
         files.setdefault(os.path.basename(record.storage.path), {})[entry] = one
     return files
 
@@ -437,6 +437,6 @@ def _unsaved(zero: ZeroCheckpoint) -> dict[str, ElementType]:
     return dict.fromkeys(lost, types.pop()) if len(types) == 1 else {}
 
 
-def copy_buffer(key: TensorKey) -> str:
+def copy_buffer(name: str, number: int) -> str:
     """The buffer of a copy of a weight, which lies in the file of a layer that is tied to another."""
-    return f"copy {key.copy} of {key.name}"
+    return f"copy {number} of {name}"

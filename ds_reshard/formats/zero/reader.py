@@ -40,7 +40,6 @@ from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Placed, by_key, merg
 from ds_reshard.formats.zero.model_states import ModelStates, positive, read_model_states
 from ds_reshard.formats.zero.modules import (
     Module,
-    copy_buffer,
     experts_held,
     not_of_a_pipeline,
     of_layers,
@@ -171,11 +170,13 @@ class _Rank(NamedTuple):
     def placed(self) -> Iterator[Placed]:
         """Where all tensors of this rank lie."""
         dealt = self.module.dealt
-        yield from ((one, None) for one in (*weights(self.model, self.listing), *self.module.placements))
+        yield from map(Placed, weights(self.model, self.listing))
+        yield from self.module.placed
         for column in self.columns:
             for one in column.placements():
-                own = dealt.get(one.key.name)
-                yield (one, None) if own is None else (one._replace(shape=own.shape), own.parts(column.number))
+                own, stage = dealt.get(one.key.name), column.copies.get(one.key.name, 0)
+                parts = None if own is None else own.parts(column.number)
+                yield Placed(one if own is None else one._replace(shape=own.shape), parts, stage)
 
 
 def _read_rank(
@@ -374,7 +375,9 @@ def _model(
 
 def _alone(rank: _Rank) -> ZeroCheckpoint:
     """What one tensor-parallel rank has saved; of several its shards."""
-    placements = [*merged(rank.placed())] if rank.module.dealt else [one for one, _ in rank.placed()]
+    momenta = any(partition.whole_kinds for column in rank.columns for partition in column.first.partitions)
+    several = momenta or rank.stages or rank.module.dealt  # else each tensor lies once, and there is nothing to merge
+    placements = merged(rank.placed()) if several else (one.placement for one in rank.placed())
     return ZeroCheckpoint(
         listing=rank.listing,
         model=rank.model,
@@ -384,19 +387,9 @@ def _alone(rank: _Rank) -> ZeroCheckpoint:
         grid=rank.grid,
         columns=rank.columns,
         stages=rank.stages,
-        copies=(_copies(rank),) if rank.stages else (),
+        copies=(rank.module.copies,) if rank.stages else (),
         late=rank.module.late,
-        copy_stride=_stride(rank, placements),
     )
-
-
-def _stride(rank: _Rank, placements: Iterable[Placement]) -> int:
-    """A stage that has several files of a tied module has more copies of it than there are stages."""
-    return 2 + max([len(rank.stages) - 1, *(one.key.copy for one in placements)]) if rank.stages else 1
-
-
-def _copies(rank: _Rank) -> dict[str, TensorRecord]:
-    return {copy_buffer(key): tensor for key, tensor in rank.module.copies.items()}
 
 
 def _whole(listing: Listing, row: Row, ranks: Sequence[_Rank], faults: list[Fault]) -> ZeroCheckpoint | None:
@@ -417,8 +410,7 @@ def _whole(listing: Listing, row: Row, ranks: Sequence[_Rank], faults: list[Faul
     if faults:
         return None
     model, grid, dp = _whole_model(models, found), ranks[0].grid, ranks[0].grid.dp
-    placements = [[one for one, _ in rank.placed()] for rank in ranks]
-    stride = max(map(_stride, ranks, placements))
+    placed = of_ranks([rank.placed() for rank in ranks], ranks[0].shards, found)
     count = dp if listing.partitioned_model else 1
     listing = replace(
         listing,
@@ -431,37 +423,36 @@ def _whole(listing: Listing, row: Row, ranks: Sequence[_Rank], faults: list[Faul
         listing=listing,
         model=model,
         optim=optims[0] if optims else None,
-        layout=_layout(listing, merged(of_ranks(placements, ranks[0].shards, found), stride), shards),
+        layout=_layout(listing, merged(placed), shards),
         facts=facts_of(model.param_shapes or (), optims[0]) if optims else None,
         grid=grid,
         columns=tuple(columns),
         stages=ranks[0].stages,
-        copies=tuple(map(_copies, ranks)) if ranks[0].stages else (),
+        copies=tuple(rank.module.copies for rank in ranks) if ranks[0].stages else (),
         late=frozenset().union(*(rank.module.late for rank in ranks)),
         rows=tuple(models),
         divided={name: found[name] for name in parameters_of(models[0], shapes)},
-        copy_stride=stride,
     )
 
 
 def of_ranks(
-    ranks: Sequence[Iterable[Placement]], shards: Mapping[str, int], found: Mapping[str, Division]
+    ranks: Sequence[Iterable[Placed]], shards: Mapping[str, int], found: Mapping[str, Division]
 ) -> Iterator[Placed]:
     """What tensor-parallel ranks hold, each a number of `shards` of each family, as parts of whole tensors.
 
     A shard without elements may be in no file; where one with elements is in none, as weights of ZeRO stage 3, neither
     is the whole.
     """
-    held: dict[TensorKey, dict[int, Placement]] = {}
-    for rank, placements in enumerate(ranks):
-        for one in placements:
+    held: dict[tuple[TensorKey, int], dict[int, Placement]] = {}
+    for rank, placed in enumerate(ranks):
+        for one, _, stage in placed:
             cut = one.cut._replace(first=one.cut.first + rank * shards[one.family])
-            held.setdefault(one.key, {})[rank] = one._replace(cut=cut)
-    for key, own in held.items():
-        shape, parts, division = found[key.name].shape, found[key.name].ranks, found[key.name]
+            held.setdefault((one.key, stage), {})[rank] = one._replace(cut=cut)
+    for (key, stage), own in held.items():
+        shape, parts, owner = found[key.name].shape, found[key.name].ranks, found[key.name].owner
         if all(rank in own or not one for rank, one in enumerate(parts)):
-            counts = own if division.owner is None else {division.owner: own[division.owner]}
-            yield from ((one._replace(shape=shape), parts[rank]) for rank, one in counts.items())
+            counts = own if owner is None else {owner: own[owner]}
+            yield from (Placed(one._replace(shape=shape), parts[rank], stage) for rank, one in counts.items())
 
 
 def _found(

@@ -17,6 +17,7 @@ from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
+from ds_reshard.formats.zero.modules import copy_buffer
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
 from ds_reshard.formats.zero.universal import BUFFER, check_tensor, read_state
@@ -206,7 +207,7 @@ class ZeroShards:
                 raise fail(model.path, f"frozen parameter {key!r} has the wrong share", f"{expected} elements", found)
             extents[f"frozen/{key}"] = extent_of(fragment)
         beside = checkpoint.copies[shard] if checkpoint.copies else {}
-        extents |= {buffer: extent_of(tensor) for buffer, tensor in beside.items() if tensor.contiguous}
+        extents |= {copy_buffer(*at): extent_of(tensor) for at, tensor in beside.items() if tensor.contiguous}
         return {**extents, **self.stage0.get(shard, {})}
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
@@ -317,31 +318,22 @@ def alike_on_all_ranks(model: ModelStates) -> str:
     return canonical([model_signature(model), loaded, weights])
 
 
-def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, found: str) -> Fault:
-    """That ranks which should hold the same values of a tensor do not; `key` has the number of the copy."""
+def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, rank: int, found: str) -> Fault:
+    """The fault that a replica, the one of number `rank` among those of several ranks, has other values than the first.
+
+    It is of a tensor that tensor-parallel ranks do not divide, of experts, or of Muon's momentum, of which each rank
+    that has a part of the parameter keeps all.
+    """
+    where, mend = f"tensor {key}", "restore all files of one save"
     if checkpoint.rows:
-        return _replica_fault(key._replace(copy=checkpoint.copy_of(key)[0]), found)
-    if checkpoint.of_autoep:
+        what = f"is not divided, and tensor-parallel rank {rank} has other values than rank 0, whose copy counts"
+        rule = json.dumps({"parameters": re.escape(key.name), "replicated": True, "owner": 0})
+        mend += "; or resume with the tensor-parallel size that was saved; or say whose copy counts: "
+        mend += f'"ds_reshard": {{"reshard": {{"tensor_parallel": [{rule}]}}}}; to a tool, --rules FILE with that list'
+    elif checkpoint.of_autoep:
         what = "has experts on several expert-parallel ranks, whose copies are not the same"
-        mend = "restore all files of one save, or load another tag"
-        return CheckpointDamaged.fault(f"tensor {key._replace(copy=0)}", what, "the same bytes", found, mend=mend)
-    return _whole_fault(key, found)
-
-
-def _replica_fault(key: TensorKey, found: str) -> Fault:
-    """That a rank's copy of what is not divided is not the first rank's."""
-    what = f"is not divided, and tensor-parallel rank {key.copy} has other values than rank 0, whose copy counts"
-    rule = json.dumps({"parameters": re.escape(key.name), "replicated": True, "owner": 0})
-    mend = "restore all files of one save; or resume with the tensor-parallel size that was saved; or say whose copy "
-    mend += (
-        f'counts: "ds_reshard": {{"reshard": {{"tensor_parallel": [{rule}]}}}}; to a tool, --rules FILE with that list'
-    )
-    return CheckpointDamaged.fault(f"tensor {key}", what, "the same bytes", found, mend=mend)
-
-
-def _whole_fault(key: TensorKey, found: str) -> Fault:
-    """That ranks which have parts of one parameter keep different states of the whole of it."""
-    what = f"is kept whole by each rank that has a part of the parameter, and copy {key.copy + 1} is not the first"
-    mend = "restore all files of one save; or resume with the layout that was saved"
-    where = f"tensor {key._replace(copy=0)}"
+        mend += ", or load another tag"
+    else:
+        what = f"is kept whole by each rank that has a part of the parameter, and copy {rank + 1} is not the first"
+        mend += "; or resume with the layout that was saved"
     return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)

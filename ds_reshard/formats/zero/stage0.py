@@ -23,7 +23,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, merged, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Placed, Rule, by_key, merged, whole
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries
 from ds_reshard.formats.zero.modules import expert_of, renumbered
 from ds_reshard.formats.zero.optim_states import RESERVED, own_values
@@ -179,8 +179,9 @@ def with_order(
         extents[rank] = {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}
     placements: Iterable[Placement] = own.placements
     if checkpoint.rows:
-        placed = of_ranks([found.placements for found in named], {MODEL: 1}, checkpoint.divided)
-        placements = merged(placed, checkpoint.copy_stride)
+        placements = merged(
+            of_ranks([map(Placed, found.placements) for found in named], {MODEL: 1}, checkpoint.divided)
+        )
     elif len(columns) > 1:
         shared = {one.key: one for one in head.placements if expert_of(one.key.name) is None}
         apart = ((one.key, one._replace(buffer=f"{ep_rank}: {one.buffer}")) for one in own.placements)

@@ -22,7 +22,7 @@ from ds_reshard.hosts.deepspeed.load_targets import Wants
 from ds_reshard.model.checkpoint import checksums
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.operations.proof import is_zero
 from ds_reshard.operations.values import SpanReader, logical
 from ds_reshard.planning.plan import Plan, Planner
@@ -42,7 +42,7 @@ def of_later_stages(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
 def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
     """Tensors of flat buffers that ranks with other layers or experts read, and see to the checksums of."""
     if wants.wholes:
-        others = (key for key in wants.checkpoint.layout.placements if key.kind in wants.wholes and not key.copy)
+        others = (key for key in wants.checkpoint.layout.placements if key.kind in wants.wholes)
         return frozenset(others).difference(wants.sources.values())
     if not wants.checkpoint.stages and not grid.experts:
         return frozenset()
@@ -138,35 +138,32 @@ def copies_apart(
     divide the copies among them; `position` of `size` is this rank's among those of its stage. At ZeRO stage 0 no file
     has a later stage's weight, and its own ranks look at its states.
     """
-    copies = [key for key in checkpoint.layout.placements if key.copy]
-    for key in copies[grid.stage * size + position :: grid.pp * size]:
-        row, number = checkpoint.copy_of(key)
-        first = key._replace(copy=number if row else 0)
-        if first not in checkpoint.layout:
-            continue  # of which no file has the first stage's weight
-        if row:
-            if not same_values(index, first, key, memory_nbytes=memory_nbytes):
-                found = _difference(index, first, key, memory_nbytes=memory_nbytes)
-                yield copy_fault(checkpoint, key, found)
+    held = [(one.key, holder) for one in checkpoint.layout.placements.values() for holder, _ in one.replicas]
+    replicas = {Holder(): index} | {of: index.of(layout) for of, layout in checkpoint.layout.replicas().items()}
+    for key, holder in held[grid.stage * size + position :: grid.pp * size]:
+        first = replicas[Holder(holder.stage) if holder.rank else Holder()], key
+        replica = replicas[holder], key
+        untied = not holder.rank and key.name not in grid.tied
+        if key not in first[0].layout or (untied and key.kind == WEIGHT):
             continue
-        if key.name in grid.tied:
-            if not same_values(index, first, key, memory_nbytes=memory_nbytes):
-                what = (
-                    f"is tied across pipeline stages in this run, but saved copy {key.copy + 1} differs from the first"
-                )
-                mend = "restore all files of one save, or load another tag"
-                yield CheckpointDamaged.fault(f"tied parameter {key}", what, "the same bytes", "others", mend=mend)
+        if same_values(first, replica, memory_nbytes=memory_nbytes):
             continue
-        if key.kind == WEIGHT or same_values(index, first, key, memory_nbytes=memory_nbytes):
+        if holder.rank:
+            found = _difference(first, replica, memory_nbytes=memory_nbytes)
+            yield copy_fault(checkpoint, key, holder.rank, found)
+            continue
+        if not untied:
+            what = "is tied across pipeline stages in this run, but "
+            what += f"saved copy {holder.stage + 1} differs from the first"
+            mend = "restore all files of one save, or load another tag"
+            yield CheckpointDamaged.fault(f"tied parameter {key}", what, "the same bytes", "others", mend=mend)
             continue
         kinds = [kind for kind in checkpoint.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
-        states = [one for one in (key._replace(kind=kind) for kind in kinds) if one in checkpoint.layout]
+        states = [one for one in (key._replace(kind=kind) for kind in kinds) if one in replica[0].layout]
         told = states if key.kind == MASTER and states else [key]  # equal states may belong to other masters
-        if not all(is_zero(index, one, memory_nbytes=memory_nbytes) for one in told):
+        if not all(is_zero(replica[0], one, memory_nbytes=memory_nbytes) for one in told):
             yield _trained_fault(key, "the first stage's values", "others")
-    for key in [key for key in checkpoint.layout.placements if not key.copy and _copied(key.name, grid)][
-        position::size
-    ]:
+    for key in [key for key in checkpoint.layout.placements if _copied(key.name, grid)][position::size]:
         if key.kind == WEIGHT:
             logger.warning("stage %d: %s has the first stage's values: it is not tied", grid.stage, key.name)
         elif checkpoint.stage == 0 and key.kind != MASTER and not is_zero(index, key, memory_nbytes=memory_nbytes):
@@ -191,8 +188,11 @@ def _trained_fault(key: TensorKey, expected: str, found: str) -> Fault:
     )
 
 
-def _difference(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> str:
-    left, right = logical(index, one), logical(index, other)
+_Tensor = tuple[Index, TensorKey]
+
+
+def _difference(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> str:
+    left, right = logical(*one), logical(*other)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{right.dtype} {list(right.shape)} beside {left.dtype} {list(left.shape)}"
     reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
@@ -203,11 +203,11 @@ def _difference(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes
     return f"{found.differing} of {at} elements differ, by at most {found.max_abs:g}"
 
 
-def same_values(index: Index, one: TensorKey, other: TensorKey, *, memory_nbytes: int) -> bool:
+def same_values(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> bool:
     """Whether two tensors are equal to the bit; read where their checksums do not tell."""
-    if checksums(index, one) == checksums(index, other):
+    if checksums(*one) == checksums(*other):
         return True
-    left, right = logical(index, one), logical(index, other)
+    left, right = logical(*one), logical(*other)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
     reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)

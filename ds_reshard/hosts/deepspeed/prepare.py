@@ -172,7 +172,7 @@ def names_apart(tensors: Iterable[LiveTensor], index: Index, *, memory_nbytes: i
         keys = [TensorKey(name=name, kind=WEIGHT) for name in one.entries]
         held = [key for key in keys if key in index.layout]
         for other in held[1:]:
-            if not same_values(index, held[0], other, memory_nbytes=memory_nbytes):
+            if not same_values((index, held[0]), (index, other), memory_nbytes=memory_nbytes):
                 mend = "build the model with a weight for each name, or correct the folder"
                 what = f"is tied to {held[0].name} in this run, and has other values than it in the checkpoint"
                 yield _mismatch(other.name, what, "the same bytes", "others", mend)
