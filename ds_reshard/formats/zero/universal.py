@@ -20,6 +20,7 @@ from ds_reshard.errors import (
     ReadFailed,
     ReshardError,
     UnsupportedLayout,
+    collected,
     damaged,
     fail,
     faults_of,
@@ -367,12 +368,9 @@ class _Reading:
     def open(self, name: str, kind: str) -> StateFile | None:
         """What a file holds; a fault is noted, and None returned, where it cannot be read."""
         if (name, kind) not in self.opened:
-            try:
-                found: StateFile | None = read_state(self.listing.path(state_file(name, kind)), kind)
-            except ReshardError as error:
-                self.faults += faults_of(error)
-                found = None
-            self.opened[name, kind] = found
+            self.opened[name, kind] = None
+            with collected(self.faults):
+                self.opened[name, kind] = read_state(self.listing.path(state_file(name, kind)), kind)
         return self.opened[name, kind]
 
     def check_order(self) -> None:
@@ -421,11 +419,9 @@ class _Reading:
         known: dict[bytes, StateFile] = {}
         for name, source in self.sources():
             for kind in single.keys() & self.files[source].keys():
-                try:
+                with collected(self.faults):
                     file = read_value(self.listing.path(state_file(source, kind)), kind, known)
                     found[name][kind] = file.scalar
-                except ReshardError as error:
-                    self.faults += faults_of(error)
         return found
 
     def placements(self) -> Iterator[Placement]:
