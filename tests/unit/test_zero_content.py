@@ -11,7 +11,7 @@ from ds_reshard.formats.zero.content import optimizer_faults
 from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.model_states import Kept
 from ds_reshard.formats.zero.target import Saving
-from ds_reshard.hosts.deepspeed.foreign import layout_of
+from ds_reshard.hosts.deepspeed.foreign import layout_of, model_of
 from ds_reshard.model.content import Content, Held
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, TensorKey
@@ -72,6 +72,14 @@ def test_a_master_is_looked_for_where_its_weight_lies() -> None:
     assert (weight.family, moment.family) == ("file one", "file one") != (master.family, moment.family)
     assert master.buffer == weight.buffer != moment.buffer
     assert layout.shards[master.family] == 2
+
+
+def test_a_member_of_which_nothing_was_saved_keeps_no_weights_from_a_run() -> None:
+    """It is in no list of shapes; a load that wants the optimizer is told of it (`optimizer_faults`)."""
+    group = GroupFacts(members=("one", "ghost"), hyperparameters={"lr": 0.1})
+    model = model_of(replace(content(), facts=OptimizerFacts(groups=(group,))))
+    assert model.param_shapes == ({"one": (2, 3)},)
+    assert {*model.module} == {"one", "two", "frozen", "again"}
 
 
 def lacking() -> dict[str, tuple[Content, str]]:

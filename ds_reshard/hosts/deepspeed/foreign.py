@@ -79,13 +79,14 @@ def read_foreign(found: Found, *, optimizer: bool, names: str | Mapping[str, obj
     listing = Listing(folder=content.folder, nbytes=source.files)
     layout, facts = layout_of(content, source.layout), content.facts
     facts = facts and replace(facts, groups=Saving(content=content).groups)
-    return ForeignCheckpoint(listing=listing, model=_model(content), layout=layout, facts=facts, optimizer=optimizer)
+    return ForeignCheckpoint(listing=listing, model=model_of(content), layout=layout, facts=facts, optimizer=optimizer)
 
 
-def _model(content: Content) -> ModelStates:
+def model_of(content: Content) -> ModelStates:
     """What a model file of DeepSpeed would say of the same state; its tensors lie in no file."""
     saving, trains = Saving(content=content), content.facts is not None
-    groups = [{name: saving.trained[name] for name in group.members} for group in saving.groups]
+    weights = content.weights
+    groups = [{name: weights[name].shape for name in one.members if name in weights} for one in saving.groups]
     return ModelStates(
         path=content.folder,
         entries=saving.entries,
