@@ -421,7 +421,7 @@ BAD = [
     (["--config", "none.json"], 2, "cannot be read"),
     (["--config", "megatron.yaml"], 2, "is not JSON"),
     (["--config", "bert.json"], 1, "train_batch_size or train_micro_batch_size_per_gpu"),
-    (["--config", "bert.json"], 1, "another program's, which begins with 'architectures'"),
+    (["--config", "bert.json"], 1, "the first key of this file is 'architectures'"),
     (["--config", "ds.json", "--tp", "3"], 1, "4 ranks cannot be divided into tp=3"),
     (["--config", "ds.json", "--nodes", "9"], 1, "9 nodes have 4 ranks"),
     (["--config", "ds.json", "--pp", "2"], 1, "that is not foreseen"),

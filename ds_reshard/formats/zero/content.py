@@ -257,7 +257,7 @@ def quantized_faults(model: ModelStates) -> Iterator[Fault]:
 
 
 def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """What a checkpoint lacks of an optimizer that another layout or format could go on with."""
+    """Every reason why the optimizer of a checkpoint cannot go to another layout or format."""
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
         yield UnsupportedLayout.fault(
@@ -286,7 +286,7 @@ def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(
             folder,
             "has gaps between parameters (parameter_alignment) and no DeepSpeed JSON, as DeepSpeed was given its path: "
-            "nothing tells whether they were dealt out in turn (round_robin_gradients)",
+            "no file says whether parameters were dealt out in turn (round_robin_gradients)",
             mend="load it in a run with import ds_reshard.auto, and save there",
         )
     if checkpoint.of_grid:
@@ -313,12 +313,12 @@ def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 
 
 def _left_out(universal: UniversalStates) -> Iterator[Fault]:
-    """States that ds_to_universal has left out, or may have: it carries over those of Adam, and says nothing."""
+    """States that ds_to_universal has dropped, or may have: it copies those of Adam, and does not warn about others."""
     yield from universal.incomplete
     for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
         if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
             yield UnsupportedLayout.fault(
                 f"{universal.common.path}: param group {number}",
-                "is not of Adam or AdamW: of other states ds_to_universal leaves out some, and does not say so",
+                "was not saved by Adam or AdamW: ds_to_universal silently drops some states of other optimizers",
                 mend="convert the ZeRO checkpoint that it was made from",
             )

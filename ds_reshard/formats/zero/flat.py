@@ -247,14 +247,14 @@ def merged(placed: Iterable[Placed]) -> Iterator[Placement]:
         (holder, placement), *others = (
             Replica(Holder(stage, rank), whole)
             for stage, of_stage in sorted(stages.items())
-            for rank, whole in enumerate(_wholes(of_stage))
+            for rank, whole in enumerate(_whole_replicas(of_stage))
         )
         if holder == Holder():
             yield placement._replace(replicas=tuple(others))
 
 
-def _wholes(shards: Sequence[Placed]) -> Iterator[Placement]:
-    """The tensor of first parts, that of second ones, and so on."""
+def _whole_replicas(shards: Sequence[Placed]) -> Iterator[Placement]:
+    """Whole tensors, one for each replica: the n-th takes each part from its n-th holder, or from the first."""
     if shards[0].parts is None:
         yield from (one.placement for one in shards)
         return

@@ -411,7 +411,7 @@ def layer_files(zero: ZeroCheckpoint) -> dict[str, dict[str, TensorKey]]:
 
 
 def with_stand_ins(zero: ZeroCheckpoint) -> ZeroCheckpoint:
-    """The checkpoint with weights that are in no file in the module as placeholders, as those of ZeRO stage 3 are."""
+    """The checkpoint with a placeholder, as ZeRO stage 3 saves them, for each weight that no file holds."""
     lost = {name: new_tensor("", (0,), dtype) for name, dtype in _unsaved(zero).items()}
     if not lost:
         return zero

@@ -220,7 +220,7 @@ def _read_rank(
         return []
     groups = [one or {} for stage in stages for one in stage.param_shapes or ()]
     shapes = [{n: module.dealt[n].shape if n in module.dealt else s for n, s in one.items()} for one in groups]
-    shapes, optim = _together(columns, module) if columns else (shapes, None)
+    shapes, optim = _as_one_optimizer(columns, module) if columns else (shapes, None)
     if listing.experts and optim is not None and not module.dealt:
         grid = grid._replace(ep=max(grid.dp // count for count in optim.counts))
     parts = [len(one.members) for one in optims] or [len(stage.param_shapes or ()) for stage in stages]
@@ -316,11 +316,13 @@ def flat_buffers(
     )
 
 
-def _together(stages: Sequence[Sequence[GridColumn]], module: Module) -> tuple[list[dict[str, Shape]], OptimStates]:
-    """What the first files of all columns say, as one file would: buffers and param groups one stage after another.
+def _as_one_optimizer(
+    stages: Sequence[Sequence[GridColumn]], module: Module
+) -> tuple[list[dict[str, Shape]], OptimStates]:
+    """The first files of all columns as one optimizer file: its buffers and param groups, one stage after another.
 
-    A buffer of experts is one for each place in the expert-parallel groups, all of one param group; of AutoEP, whose
-    parameters have all experts, it is one.
+    A buffer of experts is listed once for each expert-parallel rank, always in the same param group. With AutoEP each
+    parameter has all experts, and its buffer is listed once.
     """
     first, dealt = stages[0][0].first, module.dealt
     shapes: list[dict[str, Shape]] = []
@@ -489,11 +491,11 @@ def _cut_otherwise(listing: Listing, row: Row, heads: Mapping[int, str], model: 
         return False
     first = heads[min(heads)]
     saved = model if model.path == listing.path(first) else listing.read(first, read_model_states)
-    return _padded_otherwise(saved, row) or (bool(row.maps) and _mapped_otherwise(saved, row))
+    return _vocabulary_padding_differs(saved, row) or (bool(row.maps) and _mapped_otherwise(saved, row))
 
 
-def _padded_otherwise(saved: ModelStates, row: Row) -> bool:
-    """Whether a run has other rows of a vocabulary than as many ranks have saved: then its ends are others, too."""
+def _vocabulary_padding_differs(saved: ModelStates, row: Row) -> bool:
+    """Whether the run pads its vocabulary to another size than the checkpoint: then ranks hold other rows of it."""
     shapes = {**{name: one.shape for name, one in saved.module.items() if prod(one.shape)}, **saved.trainable}
     other = {
         name: [shapes[name]] * row.size

@@ -92,7 +92,7 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
         said = " ".join(str(error).split())[:400] or type(error).__name__
         mend = "correct the DeepSpeed JSON, or --world"
         if config and not config.keys() & _KEYS:
-            mend = f"name the DeepSpeed JSON: this is another program's, which begins with {next(iter(config))!r}"
+            mend = f"give the path of the DeepSpeed JSON: the first key of this file is {next(iter(config))!r}"
         raise ConfigError.of("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend) from error
 
 
@@ -177,7 +177,7 @@ class ComingModel:
 
 
 def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> ComingModel:
-    """What a rank has of the model that was saved, its weights of `dtype`; None for as they were saved.
+    """The part of the saved model that a rank will hold: its weights in `dtype`, or in their saved type if it is None.
 
     DeepSpeed casts parameters and no buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
     """
@@ -295,7 +295,7 @@ def _stage0_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
 
 
 def _held_shapes(optimizer: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> list[list[Shape]] | None:
-    """The shapes of each param group's masters or states, in order; None where they do not tell."""
+    """The shapes of each param group's masters, or else of its states, in order; None if neither has them."""
     masters = optimizer.get("fp32_groups")
     if isinstance(masters, list):
         return [[one.shape for one in group] for group in masters]

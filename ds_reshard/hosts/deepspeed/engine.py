@@ -247,9 +247,9 @@ def autotp_in(config: Mapping[str, object]) -> bool:
 
 
 def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
-    """Along a dimension, the sizes of the ranks' shards, where AutoTP says them of what it gives no affine map of.
+    """The sizes of all ranks' shards along a dimension, if AutoTP records them in place of an affine map.
 
-    Of embeddings (`_slice_embedding`, module_inject/auto_tp.py, 0.19.8).
+    It does so for embeddings (`_slice_embedding`, module_inject/auto_tp.py, 0.19.8).
     """
     said = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
     dim, sizes = said.get("partition_dim"), said.get("partition_sizes")

@@ -544,7 +544,8 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
         logger.warning("%s: %s", prepared.checkpoint.listing.folder, note)
     made = prepared.wants.from_masters if prepared.checkpoint.stages else []
     if made:
-        what = "lie in no file of a layer, or not as this stage has them, and are the cast of their masters"
-        logger.warning("%s: weights of %s %s", prepared.checkpoint.listing.folder, ", ".join(made), what)
+        why = "no file of a layer holds them as this pipeline stage needs them"
+        text = "%s: weights were cast from their fp32 masters, as %s: %s"
+        logger.warning(text, prepared.checkpoint.listing.folder, why, ", ".join(made))
     if moved.proof is not None:
         logger.info("%s: %s", prepared.checkpoint.listing.folder, moved.proof)
