@@ -44,8 +44,8 @@ BUDGETS = {
     "containers": (("containers",), 6600),
     "formats/zero": (("formats/zero",), 7250),
     "other formats": (("formats",), 8320),
-    "operations": (("operations",), 5346),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6641),
+    "operations": (("operations",), 5240),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6740),
     "other hosts": (("hosts",), 11260),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }

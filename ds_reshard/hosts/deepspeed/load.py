@@ -64,7 +64,7 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     other_folder,
     refuse_unsafe_files,
 )
-from ds_reshard.hosts.deepspeed.move import Moved, move, proving
+from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_buffers
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
@@ -346,16 +346,21 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
 
 def _said(mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
     """What this rank says of itself, as much as it can where it has failed."""
-    view, shards = repr((mine.run is not None, mine.settings.enabled, mine.policy)), decision.shards
-    given, prepared = request.given if mine.settings.enabled else None, decision.prepared
-    ready = Ready(view, mine.policy, decision.loader, decision.as_saved, given, decision.cuts_states)
+    view, shards, prepared = (
+        repr((mine.run is not None, mine.settings.enabled, mine.policy)),
+        decision.shards,
+        decision.prepared,
+    )
+    given = request.given if mine.settings.enabled else None
+    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)
+    ready = ready._replace(as_saved=decision.as_saved)
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
     ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if prepared is not None and mine.settings.prove:
-        ready = ready._replace(names=(prepared.grid.column, proving(prepared).digest()))
+        ready = ready._replace(names=(prepared.grid.column, divided_names(prepared, unproved=unproved(prepared))))
     if shards is None:
         return ready
     signatures = frozenset(

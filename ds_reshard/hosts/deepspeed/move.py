@@ -6,16 +6,18 @@ import inspect
 import logging
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import CheckpointDamaged, Fault, ModelMismatch, raise_faults
+from ds_reshard.containers.crc import crc32
+from ds_reshard.errors import CheckpointDamaged, Fault, FingerprintMismatch, ModelMismatch, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, read_tensor
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.deviation import same_bits
-from ds_reshard.execution.fingerprint import Witness
+from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.hosts.deepspeed.engine import (
@@ -35,9 +37,9 @@ from ds_reshard.hosts.deepspeed.entries import OptimizerValues, Request, load_sa
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
-from ds_reshard.operations.proving import Proof, Proving
-from ds_reshard.operations.ranks import Steps, rank, read_together
+from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
 from ds_reshard.resume.report import ANEW, EQUAL_TO_WEIGHTS, FROM_CHECKPOINT, MASTERS, MOMENTS
 from ds_reshard.resume.scheduler_policy import SavedValues
@@ -73,11 +75,7 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     steps.take(lambda: _settle_masters(engine, prepared), subject=subject, always=True)
     proof = None
     if witness is not None:
-        live, wants = prepared.live, prepared.wants
-        shared_by = (engine.optimizer.dp_process_group, engine.device) if live and not live.replicated else None
-        proof = proving(prepared).prove(witness.sums, lambda: _buffers(engine, prepared), shared_by, steps, subject)
-        left = len(wants.whole_reads) + len(wants.from_masters)
-        proof = proof and replace(proof, unproved=proof.unproved + left)
+        proof = prove(engine, prepared, witness, steps, unproved=unproved(prepared))
     files = prepared.plan.files
     return Moved(bytes_read=outcome.bytes_read, files=files, proof=proof)
 
@@ -553,6 +551,24 @@ def _first_difference(masters: torch.Tensor, weights: torch.Tensor) -> int | Non
     return None
 
 
+_MEND = (
+    "load again, and with another tag if it comes back; then report it with the output of `ds-reshard fingerprint`: "
+    "memory is failing, or ds_reshard or DeepSpeed put bytes in a wrong place"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """The fingerprints of the engine's whole tensors, each found equal to what was read; how many have none."""
+
+    tensors: Mapping[TensorKey, Fingerprint]
+    unproved: int
+
+    def __str__(self) -> str:
+        number = len(self.tensors)
+        return f"{number} tensors proved" + (f", {self.unproved} not" if self.unproved else "")
+
+
 def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
     position, size = place(prepared.live)
@@ -560,10 +576,44 @@ def seen_by(prepared: Prepared) -> Witness:
     return Witness(prepared.index, wanted, position)
 
 
-def proving(prepared: Prepared) -> Proving:
-    """What this rank is going to prove."""
+def divided_names(prepared: Prepared, *, unproved: frozenset[str]) -> int:
+    """A digest of the tensors that ranks hold parts of: they add up what they hold of one list of tensors."""
+    layout = prepared.wants.layout(place(prepared.live)[1])
+    return crc32("\n".join(map(str, _divided(layout, unproved))).encode())
+
+
+def _divided(layout: Layout, unproved: frozenset[str]) -> list[TensorKey]:
+    return sorted(key for key, at in layout.placements.items() if not at.replicated and key.kind not in unproved)
+
+
+def prove(
+    engine: DeepSpeedEngine, prepared: Prepared, witness: Witness, steps: Steps, *, unproved: frozenset[str]
+) -> Proof | None:
+    """Compare each part in the engine's memory with what was read of it, and the parts with the whole. Collective.
+
+    The kinds in `unproved` are left out, as are tensors that were read whole or made from masters. One sum over
+    the ranks that share the optimizer, of two numbers a tensor, in which a rank that failed takes part too. What
+    differs is a FingerprintMismatch among the faults of `steps`; then there is no proof.
+    """
+    subject = f"loading {prepared.checkpoint.listing.folder}"
     position, size = place(prepared.live)
-    return Proving(prepared.wants.layout(size), position, unproved(prepared))
+    layout = prepared.wants.layout(size)
+    proved = sorted(key for key in layout.placements if key.kind not in unproved)
+
+    def compared() -> Fingerprints[TensorKey]:
+        now = held(layout, position, _buffers(engine, prepared))
+        raise_faults(_differences(witness.sums, now, proved), subject=subject)
+        return now
+
+    now = steps.take(compared, subject=subject) or Fingerprints[TensorKey]()
+    parts = {key: now[key] for key in _divided(layout, unproved)}
+    whole = {key: now[key] for key in proved} | _summed(engine, prepared.live, parts)
+    steps.take(lambda: raise_faults(_incomplete(layout, whole), subject=subject), subject=subject)
+    if steps.failed:
+        return None
+    wants = prepared.wants
+    left = len(layout.placements) - len(proved) + len(wants.whole_reads) + len(wants.from_masters)
+    return Proof(tensors=whole, unproved=left)
 
 
 def place(live: Optimizer | None) -> tuple[int, int]:
@@ -582,3 +632,45 @@ def _buffers(engine: DeepSpeedEngine, prepared: Prepared) -> dict[str, torch.Ten
             if hasattr(value, "data_ptr"):
                 found[f"{kind}/{number}"] = value
     return found
+
+
+def _differences(read: Fingerprints[TensorKey], now: Fingerprints[TensorKey], keys: list[TensorKey]) -> Iterator[Fault]:
+    for key in keys:
+        if read[key] != now[key]:
+            yield FingerprintMismatch.fault(
+                str(key),
+                f"what lies in the engine of rank {rank()} is not what was read",
+                f"fingerprint {read[key]} of {read[key].nbytes} bytes",
+                f"{now[key]} of {now[key].nbytes}",
+                mend=_MEND,
+            )
+
+
+def _summed(
+    engine: DeepSpeedEngine, live: Optimizer | None, parts: Mapping[TensorKey, Fingerprint]
+) -> dict[TensorKey, Fingerprint]:
+    """The parts of all ranks that share the optimizer, added up. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    if not parts or live is None or live.replicated:
+        return dict(parts)
+    rows = [(signed(part.value), part.nbytes) for part in parts.values()]
+    sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
+    with answered():
+        dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
+    totals = (Fingerprint(value=value % 2**64, nbytes=nbytes) for value, nbytes in sums.tolist())
+    return dict(zip(parts, totals, strict=True))
+
+
+def _incomplete(layout: Layout, whole: Mapping[TensorKey, Fingerprint]) -> Iterator[Fault]:
+    for key, found in whole.items():
+        expected = prod(layout[key].shape) * layout[key].dtype.itemsize
+        if found.nbytes != expected:
+            yield FingerprintMismatch.fault(
+                str(key),
+                "the parts of all ranks are not the whole tensor",
+                f"{expected} bytes",
+                f"{found.nbytes}",
+                mend=_MEND,
+            )
