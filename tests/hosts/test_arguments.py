@@ -298,7 +298,6 @@ OTHERS = [
     (Run(1, 2), Run(1, 2, options=ALIGNED)),
     (Run(1, 2, options={"elastic_checkpoint": True}), Run(1, 2, options={"elastic_checkpoint": True})),
     (Run(3, 2, options={"sub_group_size": 60}), Run(3, 2)),
-    (Run(3, 2, options={"sub_group_size": 50}), Run(3, 2, options={"sub_group_size": 90})),
     (Run(2, 2), Run(2, 2, "fp32")),
     (Run(0, 2, "fp32"), Run(0, 2)),
 ]

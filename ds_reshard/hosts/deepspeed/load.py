@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,13 +33,7 @@ from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of
-from ds_reshard.formats.zero.shards import (
-    ZeroShards,
-    alike_on_all_ranks,
-    compare_prints,
-    compare_signatures,
-    said_alike,
-)
+from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.engine import (
@@ -66,14 +60,14 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
 )
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_buffers
+from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready, only_as_saved
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unfound import renamed
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
-from ds_reshard.operations.load import Details, Ready, agree, only_as_saved
-from ds_reshard.operations.ranks import Steps, attempt, broadcast, gather, rank
+from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
@@ -97,29 +91,6 @@ class Considered:
     policy: ResumePolicy
     universal: bool
     run: Run | None
-
-
-@dataclass(slots=True)
-class Decision:
-    """Which way a load takes, as this rank sees it; `files` has a digest of each shard that it opened to see that.
-
-    `as_saved` says that DeepSpeed could load it too: saved and running buffers are equal.
-    """
-
-    resume: Resume | None = None
-    loader: str = ""
-    as_saved: bool = False
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    shards: ZeroShards | None = None
-    prepared: Prepared | None = None
-
-    @property
-    def cuts_states(self) -> bool:
-        """Whether the optimizer's states are read for another layout, so that all ranks have to say them alike."""
-        return self.prepared is not None and self.resume is not None and self.resume.request.load_optimizer
-
-
-_BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
 
 
 def load_checkpoint(call: Call) -> Result:
@@ -201,35 +172,12 @@ def agree_on_loader(
     if mine is not None:
         subject = f"loading {request.load_dir}"
         ready = steps.take(lambda: _said(mine, found, decision, request), subject=subject, always=True)
-    listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
-    folder = listing.folder if listing is not None else request.load_dir
-    details = Details(
-        files=lambda: _files(found, decision), shards=lambda states: _compare_shards(decision.shards, folder, states)
-    )
-    if agree(ready or Ready(), steps, details, load=request.load_dir, folder=folder, alike=_BUILD_ALIKE):
-        decision.loader, decision.prepared = "DeepSpeed", None
+    told = steps.tell(ready or Ready())
+    agree_ready(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader.startswith("DeepSpeed")
     if mine is not None and unread and (found.tag or found.faults or mine.run is None):
         refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
     return found, decision
-
-
-def _files(found: Found, decision: Decision) -> Mapping[str, bytes]:
-    """A digest of each file that all ranks read, and of the shards that this rank has opened, by their paths.
-
-    Of a model file that DeepSpeed loads only what all ranks have alike has to be the same: each node may have saved its
-    own, with what the script keeps of its own and the statistics of its own batches.
-    """
-    models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
-    alike = {model.path: digest(alike_on_all_ranks(model)) for model in models if decision.loader == "DeepSpeed"}
-    return {**found.prints, **decision.files, **alike}
-
-
-def _compare_shards(shards: ZeroShards | None, folder: str, states: bool) -> list[Fault]:
-    """What is found if all that the shards of all ranks say is compared. Collective."""
-    seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
-    faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
-    return faults + compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
 
 
 def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:

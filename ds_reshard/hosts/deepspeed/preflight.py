@@ -38,15 +38,15 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load import Considered, Decision, agree_on_loader
+from ds_reshard.hosts.deepspeed.load import Considered, agree_on_loader
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
+from ds_reshard.hosts.deepspeed.ready import Decision, only_as_saved
 from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.model.index import Index
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
-from ds_reshard.operations.load import only_as_saved
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.lr_preview import HOOKS_NEEDED
