@@ -39,8 +39,6 @@ _Error = TypeVar("_Error", bound="ReshardError")
 _ABSENT = ("is missing", "are missing", "no such file")
 TRY_AGAIN = "or try again: a store may list a new file late"
 """What mends the absence of a file in a folder by URL, too."""
-AS_SAVED = "resume with the layout that was saved"
-"""How the mending line begins of what no other layout can take; at that layout DeepSpeed loads it."""
 _USER = re.compile(r"(:/+)(?:[^\s/:@'\"]*:(?![0-9]+/)\S*|[^\s/]*)@")
 _QUERY = re.compile(r"(:/[^\s?'\"]*)\?[^\s'\"]*?(?=[:;,]?(?:[\s'\"]|$))")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from saves import Saves
 pytestmark = pytest.mark.distributed
 
 MODEL = Model(groups=2)
-ON_NODES = {"checkpoint": {"use_node_local_storage": True}}
 LAYOUTS = [(Run(stage, 2), Run(stage, dp)) for stage in (0, 1, 2, 3) for dp in (2, 3)]
 Edit = Callable[[Path], None]
 
@@ -173,20 +171,21 @@ def test_a_latest_that_not_all_see_where_deepspeed_alone_loads(
 
 
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)
-@pytest.mark.parametrize("on_nodes", (True, False))
-def test_what_a_script_keeps_may_differ_where_nodes_save_their_own(
-    worlds: Any, saves: Saves, tmp_path: Path, saved: Run, loaded: Run, on_nodes: bool
+def test_what_a_script_keeps_may_differ_where_deepspeed_loads(
+    worlds: Any, saves: Saves, tmp_path: Path, saved: Run, loaded: Run
 ) -> None:
-    """`use_node_local_storage`: each node has saved a model file of its own, which no other layout can load."""
+    """Each node may have saved a model file of its own (`use_node_local_storage`); from files to another layout not."""
     folder, truth = saves(saved, MODEL)
     made = nodes(folder, tmp_path, loaded.dp, 1, saved_again(MODEL_FILES, _client))
-    run = replace(loaded, config=ON_NODES if on_nodes else {})
-    told = worlds[loaded.dp].run("differing_jobs.load", run=run, model=MODEL, nodes=made)
-    if on_nodes and (saved.stage == 0 or saved.dp == loaded.dp):
+    told = worlds[loaded.dp].run("differing_jobs.load", run=loaded, model=MODEL, nodes=made)
+    if saved.stage == 0 or saved.dp == loaded.dp:
         assert {one["error"] for one in told} == {None}
         assert_same(truth, [one["held"] for one in told])
     else:
         assert refused(told)
+
+
+ON_NODES = {"checkpoint": {"use_node_local_storage": True}}
 
 
 def own_shards(folder: Path, base: Path, count: int) -> list[str]:

@@ -12,7 +12,7 @@ from hashlib import blake2b
 from math import prod
 
 from ds_reshard.containers.crc import repeated
-from ds_reshard.errors import AS_SAVED, CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.flat import FlatBuffer
@@ -59,7 +59,7 @@ def _differing(path: str, first: str, key: str, one: str, other: str) -> Fault:
     """That two files say different things; an optimizer may keep states per rank, but one step."""
     if key.startswith(STATE):
         what = f"has another {key} than {first}: each rank keeps one for itself, or files of two saves are mixed"
-        mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
+        mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         return UnsupportedLayout.fault(path, what, one, other, mend=mend)
     what = f"is of another step or run than {first}: {key} differs"
     mend = "restore all files of one save, or load another tag"

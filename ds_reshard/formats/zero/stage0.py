@@ -12,7 +12,6 @@ from math import prod
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import (
-    AS_SAVED,
     Fault,
     ModelMismatch,
     ParamGroupMismatch,
@@ -118,16 +117,12 @@ class _Found:
     placements: list[Placement] = field(default_factory=list)
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    uncut: dict[str, list[Fault]] = field(default_factory=dict)
+    uncut: list[Fault] = field(default_factory=list)
     groups: list[GroupFacts] = field(default_factory=list)
     raw: bool = False
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
-        if state and (kind in RESERVED or "/" in kind):
-            fault = _uncut(f"{kind} of {name}", "a name that is used for something else")
-            self.uncut.setdefault(kind, []).append(fault)
-            return
-        if tensor.shape != shape or not tensor.contiguous:
+        if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
             self.faults.append(_order_fault(name, kind, shape, tensor.shape))
             return
         buffer = f"{kind}/{name}"
@@ -139,9 +134,11 @@ class _Found:
             found: Scalar = ScalarTensor(dtype=value.dtype, shape=value.shape, data=self.archive.tensor_bytes(value))
         elif value is None or isinstance(value, int | float | bool | str):
             found = value
+        elif isinstance(value, TensorRecord):
+            self.faults.append(_order_fault(name, kind, (1,), value.shape))
+            return
         else:
-            what = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
-            self.uncut.setdefault(kind, []).append(_uncut(f"{kind} of {name}", what))
+            self.uncut.append(_uncut(f"{kind} of {name}", type(value).__name__))
             return
         self.scalars.setdefault(name, {})[kind] = found
 
@@ -166,7 +163,7 @@ def with_order(
         with collected(faults):
             named.append(_named(model, shapes))
     if len(columns) > 1:
-        faults += [fault for found in named for states in found.uncut.values() for fault in states]
+        faults += [fault for found in named for fault in found.uncut]
         of, alike = ("expert", _alike) if checkpoint.listing.places else ("tensor", _by_name)
         for found in named[1:]:
             if alike(found) != alike(named[0]):
@@ -189,7 +186,8 @@ def with_order(
         extents = {0: {**extents[0], **{f"{ep_rank}: {buffer}": one for buffer, one in extents[1].items()}}}
     layout = Layout({**checkpoint.layout.placements, **by_key(placements)}, checkpoint.layout.shards)
     facts = OptimizerFacts(groups=tuple(own.groups), scalars=own.scalars)
-    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=own.raw, uncut=own.uncut), extents
+    uncut = tuple(own.uncut)
+    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut), extents
 
 
 def _columns(
@@ -245,7 +243,7 @@ def _named(model: ModelStates, order: Sequence[Mapping[str, Shape]]) -> _Found:
         raise_faults([groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
-        found.uncut |= {name: [_uncut(name, what)] for name, what in own_values(inner).items()}
+        found.uncut += [_uncut(name, what) for name, what in own_values(inner).items()]
         found.raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
         for g, (group, shapes) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:
@@ -296,26 +294,14 @@ def _per_parameter(
     if len(trained) != len(shapes):
         found.faults.append(groups_fault(found.path, len(shapes), len(trained)))
         return
-    reordered = _reordered([states.get(index, {}) for index in trained], list(shapes.values()))
     for j, (index, (name, shape)) in enumerate(zip(trained, shapes.items(), strict=True)):
         if masters is not None:
             found.place(name, "fp32", shape, masters[j], state=False)
         for kind, value in states.get(index, {}).items():
-            tensor = value if isinstance(value, TensorRecord) and (shape or kind != "step") else None
-            if tensor is not None and (tensor.shape == shape or (kind in reordered and tensor.numel > 1)):
-                found.place(name, str(kind), shape, tensor)
+            if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
+                found.place(name, str(kind), shape, value)
             else:
                 found.scalar(name, str(kind), value)
-
-
-def _reordered(states: Sequence[Mapping[str, object]], shapes: Sequence[Shape]) -> set[str]:
-    """The states that have the shapes of all parameters, in whatever order."""
-    pairs: dict[str, list[tuple[Shape, Shape]]] = {}
-    for held, shape in zip(states, shapes, strict=True):
-        for kind, value in held.items():
-            if isinstance(value, TensorRecord) and value.numel > 1:
-                pairs.setdefault(kind, []).append((value.shape, shape))
-    return {kind for kind, both in pairs.items() if len({tuple(sorted(one)) for one in zip(*both, strict=True)}) == 1}
 
 
 def _flat(
@@ -352,7 +338,7 @@ def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
 
 def _uncut(name: str, found: str) -> Fault:
     what = "does not follow the parameters, so it cannot be cut for another layout"
-    mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
+    mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
     return UnsupportedLayout.fault(f"optimizer state {name}", what, "a tensor or one value", found, mend=mend)
 
 

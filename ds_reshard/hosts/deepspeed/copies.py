@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import cast
 
-from ds_reshard.errors import AS_SAVED, CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, ZeroCheckpoint
@@ -102,7 +102,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
             return
         of, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
         if len(sizes) > 1:
-            expected, mend = "experts of one size", AS_SAVED
+            expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
         listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
         of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
@@ -119,6 +119,22 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
         found,
         mend=f"{mend}; or pass load_optimizer_states=False, load_lr_scheduler_states=False",
     )
+
+
+def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
+    """Whether DeepSpeed loads the weights of all tied modules: the first stage that has one fills those of all others
+    (`_synchronize_tied_weights`, runtime/pipe/module.py, 0.19.8), be it from a file of a layer or as it was built. What
+    is not tied of them it leaves in all but the first stage as it was built.
+    """
+    tied = [(name, tied_key(name)) for name in checkpoint.model.module]
+    if any(len(grid.stages_of(key)) > 1 and name not in grid.tied for name, key in tied if key is not None):
+        return False
+    ties, saved = grid.row.ties or {}, {layer for layer, _ in checkpoint.listing.layers}
+    firsts = {key: grid.stages_of(key)[0] for key in ties.values()}
+    filled = {
+        key for at, key in ties.items() if at in saved and grid.parts[firsts[key]] <= at < grid.parts[firsts[key] + 1]
+    }
+    return filled == set(firsts)
 
 
 def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:

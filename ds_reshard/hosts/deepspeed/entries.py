@@ -21,7 +21,7 @@ from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.hosts.deepspeed.engine import EXTRA_STATE, SCALE, Run, live_kind
+from ds_reshard.hosts.deepspeed.engine import EXTRA_STATE, Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.live_run import Unloaded
@@ -99,6 +99,10 @@ def reads_no_url(load_dir: str) -> Fault:
     return UnsupportedLayout.fault(load_dir, what, mend=mend)
 
 
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
+
+
 def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, request: Request) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
@@ -117,11 +121,9 @@ def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, reques
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
     elif checkpoint.stage == 0 and fp16 and isinstance(of_stage0, Mapping) and "cur_scale" in of_stage0:
         saved = SimpleNamespace(dynamic_loss_scale=of_stage0.get("dynamic_loss_scale"), **_counted(of_stage0.get))
-    if live is None or saved is None or "loss_scale" in request.replaced:
+    if live is None or saved is None or (name != "loss_scaler" and not (fp16 and run.fp16)):
         return extras
-    if name != "loss_scaler" and not (fp16 and run.fp16):
-        return extras
-    if name == "loss_scaler" and type(saved) is type(live) and fp16 is run.fp16:
+    if type(saved) is type(live) and fp16 is run.fp16:
         extras |= {"loss_scaler": saved, "dynamic_loss_scale": _dynamic(saved)}
         extras["overflow"] = entries.get("overflow", False)
     elif fp16 and run.fp16 and _dynamic(saved) is _dynamic(live):
@@ -140,7 +142,7 @@ def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, reques
 
 def _counted(get: Callable[[str], object]) -> dict[str, object]:
     """What there is of a saved loss scale; a static one has no more than the scale."""
-    return {name: value for name in SCALE if (value := get(name)) is not None}
+    return {name: value for name in _SCALE if (value := get(name)) is not None}
 
 
 def _dynamic(scaler: object) -> bool:

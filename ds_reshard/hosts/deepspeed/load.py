@@ -28,11 +28,11 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
-from ds_reshard.formats.zero.names import column_of
+from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
 from ds_reshard.formats.zero.shards import ZeroShards, said_alike
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.hooks import Call
@@ -46,7 +46,7 @@ from ds_reshard.hosts.deepspeed.engine import (
     run_of,
     unsupported,
 )
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, reads_no_url, scheduler_faults
+from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
     Found,
     deepspeeds_file,
@@ -58,15 +58,17 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     other_folder,
     refuse_unsafe_files,
 )
+from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
-from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_buffers
-from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready, only_as_saved
+from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
+from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unfound import renamed
+from ds_reshard.hosts.deepspeed.unfound import found_at_all, renamed
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
+from ds_reshard.operations.pickles import scan_files
 from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
@@ -94,7 +96,7 @@ class Considered:
 
 
 def load_checkpoint(call: Call) -> Result:
-    """Load directly from the files, whether the layout has changed or not; or through DeepSpeed, if nobody else can.
+    """Load through DeepSpeed where the layout is unchanged, directly from the files where it is not.
 
     Either way the resume policy decides what is asked for, and what this run's values replace afterwards.
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
@@ -174,7 +176,7 @@ def agree_on_loader(
         ready = steps.take(lambda: _said(mine, found, decision, request), subject=subject, always=True)
     told = steps.tell(ready or Ready())
     agree_ready(told, steps, found, decision, request)
-    unread = mine is not None and mine.settings.enabled and decision.loader.startswith("DeepSpeed")
+    unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or mine.run is None):
         refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
     return found, decision
@@ -282,13 +284,14 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
         return made
     groups = SavedGroups(run.optimizer, checkpoint, run.grid, optimizer=resume.request.load_optimizer)
     steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
-    resume.request = asked = replace(resume.request, tag=found.tag)
-    folder, settings = f"loading {checkpoint.listing.folder}", mine.settings
-    made.prepared = steps.take(lambda: choose(run, settings, checkpoint, groups, asked, made), subject=folder)
-    if made.prepared is not None:
-        made.shards = made.prepared.shards
-    if not steps.failed:
-        made.loader = "ds_reshard" if made.prepared is not None else "DeepSpeed"
+    shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
+    made.shards, asked = shards, replace(resume.request, tag=found.tag)
+    resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
+    leave = steps.take(lambda: leave_to_deepspeed(run, mine.settings, checkpoint, asked, shards), subject=folder)
+    made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
+    if leave is False:
+        made.prepared = steps.take(lambda: prepare(run, checkpoint, groups, asked, mine.settings), subject=folder)
+        made.shards = made.prepared.shards if made.prepared is not None else None
     return made
 
 
@@ -301,7 +304,6 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
     )
     given = request.given if mine.settings.enabled else None
     ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)
-    ready = ready._replace(as_saved=decision.as_saved)
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
     ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
@@ -339,60 +341,54 @@ def as_saved(run: Run, found: Found) -> bool:
     return (bool(run.features) or found.on_nodes) and found.sizes == sizes
 
 
-def choose(
-    run: Run, settings: Settings, checkpoint: AnyCheckpoint, groups: SavedGroups, request: Request, decision: Decision
-) -> Prepared | None:
-    """The direct load of this rank, ready to read; None if DeepSpeed loads, as it was asked to or as nobody else can.
+def leave_to_deepspeed(
+    run: Run, settings: Settings, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards | None
+) -> bool:
+    """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
 
-    DeepSpeed loads what has this run's buffers, and nothing else: what only it handles (`features`, a custom_load_fn),
-    what no other layout can take, and all that it is asked for. Raises what can be loaded by neither.
+    What is left to DeepSpeed has had its structure checked. At
+    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
+    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
+    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
+    takes every folder for a universal one.
     """
-    subject, custom = f"loading {checkpoint.listing.folder}", request.custom_load_fn is not None
-    same = run.unpickles and same_buffers(run, checkpoint)
-    whole = request.load_moments or run.kind in ("none", "torch")
-    decision.as_saved = same and whole and not is_url(request.load_dir)
-    asked = (settings.unchanged == "deepspeed" and not settings.prove) or run.node_local
-    leave = same if run.features else decision.as_saved and (custom or asked)
-    raise_faults(_none_loads(run, checkpoint, request, leave=leave), subject=subject)
-    if not leave:
-        try:
-            return prepare(run, checkpoint, groups, request, settings)
-        except ReshardError as error:
-            if not (decision.as_saved and only_as_saved(faults_of(error))):
-                raise
-    assert isinstance(checkpoint, ZeroCheckpoint), "no buffer of another format is DeepSpeed's"
-    decision.shards = ZeroShards(checkpoint=checkpoint)
-    faults = [
-        *_own_shards(run, checkpoint, decision.shards),
-        *scheduler_faults(run.scheduler, checkpoint.model, request),
-    ]
-    if checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
-        model = live_model(run, {})
-        faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
-    raise_faults(faults, subject=subject)
-    if request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
-        logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
-    return None
-
-
-def _none_loads(run: Run, checkpoint: AnyCheckpoint, request: Request, *, leave: bool) -> Iterator[Fault]:
-    """What only DeepSpeed could load, and does not load so; `leave` says that it is left to DeepSpeed."""
-    if run.features and not leave:
-        yield _unsupported_fault(run, run.features, checkpoint)
-    if request.custom_load_fn is not None and not leave:
+    same = run.unpickles and same_layout(run, checkpoint)
+    same = same and not (request.load_optimizer and _overlooked(run, checkpoint))
+    faults: list[Fault] = []
+    if run.features and not same:
+        faults.append(_unsupported_fault(run, run.features, checkpoint))
+    weights_alone = checkpoint.stage == 3 or bool(checkpoint.stages) or _keeps_own_masters(run)
+    partial = not request.moments if request.load_optimizer else weights_alone
+    custom = request.custom_load_fn is not None  # which DeepSpeed alone calls
+    asked = (settings.always or settings.prove) and not custom
+    always = (asked or run.universal or is_url(request.load_dir)) and checkpoint.stage != 0
+    leave = same and (bool(run.features) or not (always or partial))
+    if custom and not leave:
         what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
         expected = f"stage {checkpoint.told_stage}, {checkpoint.grid}, as saved, with optimizer states"
         found = "another layout" if request.load_optimizer else "a load without optimizer states"
         mend = "load without custom_load_fn, or with the optimizer states and the layout that were saved"
         where = "load_checkpoint(custom_load_fn=...)"
-        yield UnsupportedLayout.fault(where, what, expected, found, mend=mend)
+        faults.append(UnsupportedLayout.fault(where, what, expected, found, mend=mend))
     if leave and request.load_optimizer and not request.moments and "SuperOffload" not in run.features:
-        yield _unsupported_fault(run, (*run.features, "masters without moments"), checkpoint)
-    yield from _unsaved(run, checkpoint, request) if request.load_optimizer else ()
-    if leave:
-        yield from _swapping(run)
+        faults.append(_unsupported_fault(run, (*run.features, "masters without moments"), checkpoint))
+    faults += _unsaved(run, checkpoint, request) if request.load_optimizer else ()
+    faults += _swapping(run) if leave else ()
     if leave and is_url(request.load_dir):
-        yield reads_no_url(request.load_dir)
+        faults.append(reads_no_url(request.load_dir))
+    if leave and not faults and shards is not None:
+        faults += pattern_in_path(request.load_dir, request.tag) + _check_own(run, checkpoint, shards)
+        faults += scheduler_faults(run.scheduler, checkpoint.model, request)
+    if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
+        strict = request.strict or request.load_optimizer
+        found_at_all(live_model(run, {}), checkpoint, run.grid, strict=strict)
+    if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
+        model = live_model(run, {})
+        faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
+    raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+    if leave and request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
+        logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
+    return leave
 
 
 def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[Fault]:
@@ -426,14 +422,48 @@ def _swapping(run: Run) -> Iterator[Fault]:
         yield UnsupportedLayout.fault("zero_optimization.offload_optimizer.device", what, "cpu", "nvme", mend=mend)
 
 
-def _own_shards(run: Run, checkpoint: ZeroCheckpoint, shards: ZeroShards) -> list[Fault]:
-    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them."""
+def _overlooked(run: Run, checkpoint: AnyCheckpoint) -> bool:
+    """Whether DeepSpeed takes the states of an optimizer of another kind, or finds late that gradients were clipped.
+
+    At stage 3 it adds its masters to those that a fresh torch Adagrad has, and stops, as there are too many
+    (`_set_fp32_optimizer_param_groups`, runtime/zero/stage3.py, 0.19.8).
+    """
+    live = run.optimizer
+    if run.features or live is None or live.stage == 0:
+        return False
+    fresh = live.name == "Adagrad" and any(one["params"] for one in live.groups)
+    if live.kind == "zero3" and fresh:
+        return True
+    late = clipping_faults(live.computes_norm, checkpoint.optimizer_entries, frozenset())
+    return bool(late) or any(state_faults(live, checkpoint))
+
+
+def _keeps_own_masters(run: Run) -> bool:
+    """Whether weights alone, loaded by DeepSpeed, would be undone by the first step.
+
+    At stage 0 `FP16_Optimizer` and `FP16_UnfusedOptimizer` (runtime/fp16, 0.19.8) step on masters of their own, which
+    a load without optimizer states leaves as they were initialised.
+    """
+    return run.kind in ("fused", "unfused")
+
+
+def _check_own(run: Run, checkpoint: AnyCheckpoint, shards: ZeroShards) -> list[Fault]:
+    """Open the shards that DeepSpeed will load on this rank, and say what is wrong with them.
+
+    The model file was read by rank 0, maybe on another node: its pickle is searched as it lies here, and so is an
+    optimizer of experts at stage 0, and the names of the files among which DeepSpeed looks for them.
+    """
     index, live = Index(checkpoint.layout, shards), run.optimizer
+    listing = checkpoint.listing
+    name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
+    places = {listing.places.get(held.first // held.held) for held in run.grid.experts.values()}
+    unpickled = [listing.path(one) for one in (name, *places) if one is not None]
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
             index.open(OPTIM, live.rank)
         index.open(MODEL, live.rank if checkpoint.listing.partitioned_model else 0)
-    return index.faults
+    strays = stray_files(listing.folder, folders.entries(listing.folder), listing.nbytes)
+    return [*strays, *index.faults, *scan_files(unpickled).faults]
 
 
 def _unsupported_fault(run: Run, features: tuple[str, ...], checkpoint: AnyCheckpoint) -> Fault:

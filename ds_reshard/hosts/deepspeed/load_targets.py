@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 
 import torch
 
-from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.flat import slice_numel, sliced, whole
@@ -295,14 +294,14 @@ def _unread(name: str, what: str) -> Fault:
         what,
         "a plain dense tensor, or a share in the optimizer's files",
         "another kind of value, or a placeholder without one",
-        mend=f"{AS_SAVED}, where DeepSpeed loads it itself",
+        mend="resume with the layout that was saved, where DeepSpeed loads it itself",
     )
 
 
 def _quantized(name: str, checkpoint: AnyCheckpoint) -> Fault:
     """Of a frozen weight that either side keeps quantized: a part is nothing without its scale."""
     what = QUANTIZED if name in checkpoint.model.quantized else "is kept quantized in this run"
-    mend = f"{AS_SAVED}; or save with exclude_frozen_parameters=True, and load with load_module_strict=False"
+    mend = "save with exclude_frozen_parameters=True, and load with load_module_strict=False"
     return UnsupportedLayout.fault(f"module entry {name}", what, "a weight in its own type", mend=mend)
 
 
@@ -428,16 +427,14 @@ _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
     yield from _twin_faults(*live.elsewhere)
-    partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
-    passed_over = {*checkpoint.uncut, *chain.from_iterable(one.unfollowed for one in partitions)}
-    passed_over |= {_UNUSED} if live.name in _LIONS else set()
     for number, buffer in enumerate(live.buffers):
         own, saved = buffer.states, frozenset(state_kinds(checkpoint, buffer))
         known = buffer.usual if checkpoint.universal is None else None
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
-        own, saved = own and own - passed_over, saved - passed_over
+        if own is not None and live.name in _LIONS:
+            own, saved = own - {_UNUSED}, saved - {_UNUSED}
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
         if not saved and (muon or _before_first_step(checkpoint)):
             continue

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
@@ -22,7 +21,6 @@ from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.hosts.deepspeed.engine import (
     EXTRA_STATE,
-    SCALE,
     Memory,
     Optimizer,
     inner_of,
@@ -382,9 +380,6 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
     for name in ("clip_grad", "loss_scale_config"):
         if name in values.extras and hasattr(optimizer, name):
             setattr(optimizer, name, values.extras[name])
-    for name, value in vars(values.extras.get("loss_scale_config", SimpleNamespace())).items():
-        if name in SCALE and hasattr(optimizer, name):  # which older releases keep in the optimizer itself
-            setattr(optimizer, name, value)
 
 
 def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared) -> None:

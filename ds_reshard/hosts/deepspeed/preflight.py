@@ -41,7 +41,7 @@ from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load import Considered, agree_on_loader
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
-from ds_reshard.hosts.deepspeed.ready import Decision, only_as_saved
+from ds_reshard.hosts.deepspeed.ready import Decision
 from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.model.index import Index
@@ -208,10 +208,6 @@ class _Forecasting:
         folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         found = compare_signatures(said, folder, states=states)
         found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
-        if only_as_saved(found) and all(one.as_saved for one in decisions):
-            for one in decisions:
-                one.loader = "DeepSpeed"
-            return
         raise_faults(found, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 

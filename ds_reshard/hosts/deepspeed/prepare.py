@@ -6,10 +6,9 @@ import functools
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 
-from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -24,6 +23,7 @@ from ds_reshard.hosts.deepspeed.copies import (
     plan_of,
     same_values,
     shares_unproved,
+    ties_restored,
 )
 from ds_reshard.hosts.deepspeed.engine import Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import (
@@ -201,7 +201,7 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
 
 def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from chain.from_iterable(checkpoint.uncut.values())
+    yield from checkpoint.uncut
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unfollowed.items():
             yield UnsupportedLayout.fault(
@@ -209,7 +209,7 @@ def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend=f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
+                mend="resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
@@ -259,44 +259,61 @@ def _uneven_states(checkpoint: AnyCheckpoint, number: int, shapes: Mapping[str, 
     ]
 
 
-def same_buffers(run: Run, checkpoint: AnyCheckpoint) -> bool:
-    """True if the saved buffers are those of this run, so that DeepSpeed's own load finds each where it saved it.
+def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
+    """Whether DeepSpeed itself loads this checkpoint into this engine, rightly.
 
-    That takes the same stage, wrapper, sizes, precision, file prefix, order of parameters in every flat buffer
-    (round-robin), gaps (parameter alignment), sub-groups and param groups. At stage 0 every data-parallel size is the
-    same; above it those of several pipeline stages, or of experts, are never compared.
+    That takes the same stage, wrapper, data-parallel size, file prefix, order of parameters in every
+    flat buffer (round-robin), gaps (parameter alignment), sub-groups and param groups; and no elastic
+    optimizer state, which DeepSpeed loads at no size. Two stage-0 runs are alike at any size. Of a PipelineModule it
+    loses what is not tied of tied modules, all of one that the first stage has no file of, and bf16 at stage 0
+    (`BF16_Optimizer._load_legacy_checkpoint`); experts of several expert-parallel ranks it takes for those of any other
+    number, fp32 states of 16-bit masters and states that are no fractions it casts, and what an optimizer needs in its
+    groups, or another rule of its steps, it overlooks. Between fp16 and another precision it would take over how the
+    loss was scaled.
     """
     live, grid = run.optimizer, run.grid
-    if not isinstance(checkpoint, ZeroCheckpoint) or checkpoint.model.renamed or run.universal:
-        return False
-    if checkpoint.rows or len(checkpoint.columns) > 1 or (checkpoint.stages and checkpoint.stage != 0):
-        return False
-    if bool(checkpoint.stages) != bool(grid.parts):
-        return False
-    if checkpoint.listing.places:
-        sizes = {experts.total // experts.held for experts in grid.experts.values()}
-        return same_places(checkpoint, sizes, None if live is None else live.groups)
-    if any(order_faults(checkpoint, grid, live)):
+    if not isinstance(checkpoint, ZeroCheckpoint) or checkpoint.model.renamed:
         return False
     if {one.names[0] for one in run.module.tensors if one.quantized} != checkpoint.model.quantized:
         return False
     if live is not None and checkpoint.model.in_fp16 is not run.fp16:
         return False
+    if checkpoint.rows or len(checkpoint.columns) > 1:
+        return False
+    sizes = {one.total // one.held for one in grid.experts.values()}
+    if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
+        return False
+    if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
+        return False
+    if checkpoint.stages and checkpoint.stage != 0:
+        return False
+    if checkpoint.stages and (any(order_faults(checkpoint, grid, live)) or not ties_restored(checkpoint, grid)):
+        return False
     if live is None or live.stage == 0:
         return checkpoint.stage == 0 and run.kind == stage0_kind(checkpoint)
-    optim, facts = checkpoint.optim, checkpoint.facts
-    if optim is None or facts is None or optim.elastic:
+    optim = checkpoint.optim
+    if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
-    if (checkpoint.kind, checkpoint.stage, checkpoint.dp) != (live.kind, live.stage, live.dp):
+    if (checkpoint.kind, checkpoint.stage) != (live.kind, live.stage):
         return False
     if (checkpoint.listing.optim_prefix == "bf16_") != run.bf16:
         return False
-    shapes = [list(group.items()) for group in checkpoint.model.param_shapes or ()]
-    if shapes != [list(buffer.shapes.items()) for buffer in live.buffers]:
+    saved_groups = checkpoint.model.param_shapes or ()
+    if [list(s.items()) for s in saved_groups] != [list(b.shapes.items()) for b in live.buffers]:
         return False
-    if [_gaps(one.alignment) for one in optim.partitions] != [_gaps(buffer.gaps) for buffer in live.buffers]:
-        return False
-    return [list(group.members) for group in facts.groups] == [live.members(n) for n in range(len(live.groups))]
+    for buffer, partition in zip(live.buffers, optim.partitions, strict=True):
+        if _gaps(buffer.gaps) != _gaps(partition.alignment):
+            return False
+        narrow = min(partition.fp32.dtype.itemsize, buffer.dtype.itemsize)
+        if any(state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()):
+            return False
+    facts = checkpoint.facts
+    assert facts is not None
+    for number, (group, told) in enumerate(zip(live.groups, facts.groups, strict=False)):
+        saved = told.hyperparameters or {}
+        if "bias_correction" in group.keys() - saved.keys() or any(group_faults(live, {number: saved})):
+            return False
+    return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
 
 
 def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:

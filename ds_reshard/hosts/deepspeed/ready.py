@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ds_reshard.containers.digests import digest
-from ds_reshard.errors import AS_SAVED, Fault, InternalError, raise_faults
+from ds_reshard.errors import Fault, InternalError, raise_faults
 from ds_reshard.formats.zero.shards import ZeroShards, alike_on_all_ranks, compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
@@ -21,14 +21,10 @@ _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same eng
 
 @dataclass(slots=True)
 class Decision:
-    """Which way a load takes, as this rank sees it; `files` has a digest of each shard that it opened to see that.
-
-    `as_saved` says that DeepSpeed could load it too: saved and running buffers are equal.
-    """
+    """Which way a load takes, as this rank sees it; `files` has a digest of each shard that it opened to see that."""
 
     resume: Resume | None = None
     loader: str = ""
-    as_saved: bool = False
     files: Mapping[str, bytes] = field(default_factory=dict)
     shards: ZeroShards | None = None
     prepared: Prepared | None = None
@@ -43,18 +39,16 @@ class Ready(NamedTuple):
     """What a rank says before anything changes; its size does not depend on the model.
 
     `given` are the arguments of the load, where ds_reshard has to do with it at all. `view` decides which way a rank
-    takes, `loader` is who loads, `as_saved` whether DeepSpeed could, `states` whether the optimizer's are cut anew.
-    `signatures` are digests of what the model and optimizer shards say that this rank opened. `prints` is a digest of
-    the checksums of each optimizer shard, with its name. `names` is a column of the grid, and a digest of the tensors
-    whose fingerprints its ranks will add up. `sets` are digests of the paths of the files that say what all shards have
-    alike, and of what is in them, and of the shards that this rank opened; `files` has the path of each of these, and a
-    digest of what is in it.
+    takes, `loader` is who loads, `states` whether the optimizer's are cut anew. `signatures` are digests of what the
+    model and optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard,
+    with its name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add
+    up. `sets` are digests of the paths of the files that say what all shards have alike, and of what is in them, and of
+    the shards that this rank opened; `files` has the path of each of these, and a digest of what is in it.
     """
 
     view: str = ""
     policy: ResumePolicy | None = None
     loader: str = ""
-    as_saved: bool = False
     given: Mapping[str, object] | None = None
     states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
@@ -90,17 +84,8 @@ def agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision
     differ = _differ(one for ready in said for pairs in (ready.signatures, ready.prints) for one in pairs)
     if any(one.signatures for one in said) and (failed or differ):
         states = any(one.states for one in said)
-        faults = _compare_shards(decision.shards, folder, states=states)
-        if not failed and all(one.as_saved for one in said) and only_as_saved(faults):
-            decision.loader, decision.prepared = "DeepSpeed", None
-            return
-        told = [*told, Told(max(one.step for one in told), f"loading {folder}", tuple(faults), None)]
+        told = _compare_shards(told, decision.shards, folder, states=states)
     steps.raise_first(told)
-
-
-def only_as_saved(faults: Sequence[Fault]) -> bool:
-    """True if all of them say that only the layout that was saved can take this: at that layout DeepSpeed loads it."""
-    return bool(faults) and all(fault.mend.startswith(AS_SAVED) for fault in faults)
 
 
 def _differ(said: Iterable[tuple[object, object]]) -> bool:
@@ -109,11 +94,13 @@ def _differ(said: Iterable[tuple[object, object]]) -> bool:
     return len(pairs) > len({name for name, _ in pairs})
 
 
-def _compare_shards(shards: ZeroShards | None, folder: str, *, states: bool) -> list[Fault]:
-    """What is found if all that the shards of all ranks say is compared. Collective."""
+def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *, states: bool) -> list[Told]:
+    """What ranks said, with what is found where all that their shards say is compared. Collective."""
     seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
+    last = max(one.step for one in told)
     faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
-    return faults + compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
+    faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
+    return [*told, Told(last, f"loading {folder}", tuple(faults), None)]
 
 
 def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> None:

@@ -17,7 +17,7 @@ from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events", "timeout_s")
-_RESHARD = ("unchanged", "threads", "memory_mib", "device", "verify", "tensor_parallel")
+_RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 
 
 def _whole(most: int) -> Callable[[object], bool]:
@@ -31,7 +31,7 @@ def _switch(value: object) -> bool:
 _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "enabled": ("true or false", _switch),
     "names": ("a map of names, or the path of one", lambda value: value is None or isinstance(value, str | dict)),
-    "reshard.unchanged": ('"direct" or "deepspeed"', ("direct", "deepspeed").__contains__),
+    "reshard.always": ("true or false", _switch),
     "reshard.threads": ("a whole number from 1 to 256", _whole(256)),
     "reshard.memory_mib": ("a whole number from 1 to 1048576", _whole(1 << 20)),
     "reshard.device": ('one of "auto", "cpu", "cuda"', ("auto", "cpu", "cuda").__contains__),
@@ -44,18 +44,18 @@ _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
 class Settings:
     """What the user set.
 
-    `unchanged` is who loads a checkpoint with the layout of this run: "direct" for ds_reshard, as any other, or
-    "deepspeed". `threads` and `memory_mib` bound the reading; `device` is where bytes for a GPU are cut and cast,
-    "auto", "cpu" or "cuda"; `verify` is "crc32", "fingerprint" or "off"; `trust` names classes ("module.Class") that
-    may be built when they occur in `client_state`; `resume` is what the section says of the resume policy; `clock` is
-    who steps a scheduler that accelerate prepares, None where the section does not say. `tensor_parallel` has rules of
-    how tensor-parallel ranks divide parameters. `names` says what the parameters of a checkpoint are called in this
-    run, as `convert --names` takes it, or the path of a file that does. `progress` is "auto" or "off", `events` a file,
-    `timeout_s` how long ranks wait for each other; None is what is asked of all hosts.
+    `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
+    reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
+    "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
+    `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
+    None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
+    `names` says what the parameters of a checkpoint are called in this run, as `convert --names` takes it, or the
+    path of a file that does. `progress` is "auto" or "off", `events` a file, `timeout_s` how long ranks
+    wait for each other; None is what is asked of all hosts.
     """
 
     enabled: bool = True
-    unchanged: str = "direct"
+    always: bool = False
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     memory_mib: int = 64
     device: str = "auto"
@@ -165,9 +165,10 @@ def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) ->
 
 
 def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
-    mend = f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON'
-    if key == "always":
-        mend = 'remove it: an unchanged layout is read directly; "unchanged": "deepspeed" leaves it to DeepSpeed'
     return ConfigError.fault(
-        f"{section}.{key}", "is not a setting", f"one of {', '.join(allowed)}", repr(key), mend=mend
+        f"{section}.{key}",
+        "is not a setting",
+        f"one of {', '.join(allowed)}",
+        repr(key),
+        mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
     )
