@@ -83,6 +83,35 @@ def load_curious(run: Run, folder: str) -> dict[str, Any]:
     return engine.module.told()
 
 
+class Counting(torch.nn.Module):
+    """Its extra state is a tensor, as Transformer Engine's."""
+
+    def __init__(self, count: float) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+        self.count = count
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor([self.count])
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.count = float(state)
+
+
+def load_counting(run: Run, folder: str) -> float:
+    """The count that a module has after a load without the optimizer."""
+    import deepspeed
+
+    import ds_reshard
+
+    net = Counting(0.0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder, load_optimizer_states=False)
+    return net.count
+
+
 class Scaled(torch.nn.Module):
     """A frozen weight whose scales are written into the state dict and not loaded, as of bitsandbytes' Linear4bit.
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run, ds_config
+from curious import Counting
 from gathered import assert_same, same_bits
 from safetensors.torch import load_file, save_file
 from saves import Saves
@@ -44,6 +45,17 @@ def test_masters_moments_and_steps_come_back(worlds: Any, folders: Any, kind: st
     assert_same(saved, loaded)
     assert loaded[0]["steps"] == saved[0]["steps"]
     assert loaded[0]["later"] == pytest.approx(saved[0]["later"], abs=1e-2 if run.dtype == "bf16" else 1e-5)
+
+
+@pytest.mark.parametrize("run", [Run(0, 1, "fp32"), Run(2, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_an_extra_state_that_is_a_tensor_comes_back(worlds: Any, tmp_path: Path, run: Run, kind: str) -> None:
+    state = Counting(7.0).state_dict()
+    if kind == "torch":
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors")
+    assert worlds[run.dp].run("curious.load_counting", run=run, folder=str(tmp_path)) == [7.0] * run.dp
 
 
 def _refused(worlds: Any, run: Run, folder: Path, model: Model = MODEL, **how: Any) -> str:

@@ -186,9 +186,19 @@ def scheduler_faults(scheduler: object, model: ModelStates, request: Request) ->
 
 def extra_state(modules: Iterable[str], model: ModelStates, settings: Settings) -> dict[str, object]:
     """What these modules saved through `get_extra_state`, by the name of the module."""
-    saved = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
-    assert isinstance(saved, dict)
+    own = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
+    assert isinstance(own, dict)
+    saved = {**model.module, **model.objects, **own}
     keys = {name: f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE for name in modules}
+    mend = "save it whole: not as a DTensor that is sharded"
+    raise_faults(
+        [
+            UnsupportedLayout.fault(key, "is an extra state that lies in several pieces", mend=mend)
+            for key in keys.values()
+            if isinstance(record := saved.get(key), TensorRecord) and not record.storage.path
+        ],
+        subject=f"loading {model.path}",
+    )
     return {
         name: revived(saved[key], trusted=settings.trust, where=f"{model.path}, {key}")
         for name, key in keys.items()

@@ -89,7 +89,7 @@ def model_of(content: Content) -> ModelStates:
     groups = [{name: weights[name].shape for name in one.members if name in weights} for one in saving.groups]
     return ModelStates(
         path=content.folder,
-        entries=saving.entries,
+        entries={**saving.entries, "module": dict(content.records)},  # extra states are read from there
         module={name: one for name, one in saving.module(None).items() if isinstance(one, TensorRecord)},
         objects={},
         buffer_names=content.buffers,
