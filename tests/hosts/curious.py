@@ -112,6 +112,36 @@ def load_counting(run: Run, folder: str) -> float:
     return net.count
 
 
+class Pair(torch.nn.Module):
+    """Two weights of one shape."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Parameter(torch.zeros(4, 3))
+        self.second = torch.nn.Parameter(torch.zeros(4, 3))
+
+
+def load_pair(run: Run, folder: str, names: dict[str, Any], turned: bool) -> dict[str, Any]:
+    """The weights after a load without the optimizer, or why it was refused; `turned`: the second lies by columns."""
+    import deepspeed
+
+    import ds_reshard
+
+    net = Pair()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    config = {**ds_config(run), "ds_reshard": {"names": names}}
+    engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=config, dist_init_required=False)
+    if turned:
+        net.second.data = net.second.data.T.contiguous().T
+    told = ""
+    with ds_reshard.install("deepspeed"):
+        try:
+            engine.load_checkpoint(folder, load_optimizer_states=False)
+        except ds_reshard.ReshardError as error:
+            told = str(error)
+    return {"told": told, **{name: weight.detach().clone() for name, weight in net.named_parameters()}}
+
+
 class Scaled(torch.nn.Module):
     """A frozen weight whose scales are written into the state dict and not loaded, as of bitsandbytes' Linear4bit.
 

@@ -58,6 +58,27 @@ def test_an_extra_state_that_is_a_tensor_comes_back(worlds: Any, tmp_path: Path,
     assert worlds[run.dp].run("curious.load_counting", run=run, folder=str(tmp_path)) == [7.0] * run.dp
 
 
+@pytest.mark.parametrize("run", [Run(0, 1, "fp32"), Run(1, 2, "fp32")], ids=str)
+def test_one_weight_of_a_folder_is_two_of_the_run(worlds: Any, tmp_path: Path, run: Run) -> None:
+    """Without the optimizer; a weight that does not lie row by row in the run is refused before anything changes."""
+    values = torch.randn(4, 3)
+    torch.save({"first": values}, tmp_path / "pytorch_model.bin")
+    how = {"run": run, "folder": str(tmp_path), "names": {"first": ["first", "second"]}}
+    for one in worlds[run.dp].run("curious.load_pair", **how, turned=False):
+        assert not one["told"]
+        assert same_bits(one["first"], values)
+        assert same_bits(one["second"], values)
+
+
+def test_a_weight_that_lies_column_by_column_in_the_run(worlds: Any, tmp_path: Path) -> None:
+    """It is read whole, which a folder of another format is not: refused before anything changes."""
+    torch.save({"first": torch.randn(4, 3), "second": torch.randn(4, 3)}, tmp_path / "pytorch_model.bin")
+    how = {"run": Run(0, 1, "fp32"), "folder": str(tmp_path), "names": {"first": "first", "second": "second"}}
+    (one,) = worlds[1].run("curious.load_pair", **how, turned=True)
+    assert "module entry second: is not contiguous in this run" in one["told"]
+    assert not one["first"].any()
+
+
 def _refused(worlds: Any, run: Run, folder: Path, model: Model = MODEL, **how: Any) -> str:
     told = worlds[run.dp].run("load_refused", run=run, model=model, folder=str(folder), **how)
     assert all(one["unchanged"] for one in told) and len({one["text"] for one in told}) == 1, told

@@ -269,12 +269,13 @@ def _want_weight(wants: Wants, entry: LiveTensor, live: Optimizer | None) -> Non
     if not checkpoint.model.quantized.isdisjoint(names):
         wants.faults.append(_quantized(names[0], checkpoint))
         return
-    for name in names:
+    shared = checkpoint.model.shared
+    for name in (*names, *(shared[name] for name in names if name in shared)):
         if has(checkpoint, name, "weight"):
             _want_whole(wants, entry, TensorKey(name=name, kind="weight"))
             return
         record = checkpoint.model.module.get(name)
-        if record is not None and record.shape == entry.shape:
+        if record is not None and record.storage.path and record.shape == entry.shape:
             wants.whole_reads.append((record, f"module/{names[0]}"))
             return
         if has(checkpoint, name, "fp32"):
@@ -309,7 +310,7 @@ def _want_whole(wants: Wants, entry: LiveTensor, source: TensorKey) -> None:
     if not prod(entry.shape):
         return
     name, record = entry.entries[0], wants.checkpoint.model.module.get(source.name)
-    if not entry.contiguous and source.kind == "weight" and record is not None and record.numel:
+    if not entry.contiguous and source.kind == "weight" and record is not None and record.numel and record.storage.path:
         wants.whole_reads.append((record, f"module/{name}"))
         return
     if not entry.contiguous or entry.dtype is None:
