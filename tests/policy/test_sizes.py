@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7250),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5240),
-    "hosts/deepspeed": (("hosts/deepspeed",), 6850),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6862),
     "other hosts": (("hosts",), 11260),
     "resume, hooks, cli, testing, top": ((".",), 7300),
 }
