@@ -17,6 +17,7 @@ from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES
 from grid_truth import tensors
 from harms import Damage, changed
+from safetensors.torch import load_file
 
 from ds_reshard.cli.main import main
 from ds_reshard.dcp import LoadPlanner, Reader
@@ -367,3 +368,43 @@ def test_the_rates_of_a_grid_are_known_without_a_rule(folders: Folders, tmp_path
     config.write_text(json.dumps({"optimizer": {"type": "Adam", "params": {"lr": 0.5}}}))
     found = coming_run(str(folders(grid)), str(config), steps=3)
     assert found.position == 1 and found.positions
+
+
+def test_weights_that_only_masters_tell_are_not_read_without_them(folders: Folders, tmp_path: Path) -> None:
+    """The first stage saves no file of its tied module: a later one's never trained value must not stand for it."""
+    source = folders(pipe(2, 2, 1, "bf16", "late file"))
+    whole, alone = tmp_path / "whole", tmp_path / "alone"
+    for out in (whole, alone):
+        out.mkdir()
+    assert main(["convert", str(source), str(whole / "model"), "--to", "safetensors"]) == 0
+    broken = tmp_path / "broken"
+    shutil.copytree(source, broken)
+    file = next(broken.rglob("*_pp_rank_0_mp_rank_00_optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:700])
+    assert main(["convert", str(broken), str(alone / "model"), "--to", "safetensors"])
+    assert not any(alone.iterdir())
+    name = "tied_modules.embed.position"
+    state = {name: torch.zeros_like(load_file(next(whole.rglob("*.safetensors")))[name])}
+    with pytest.raises((dcp.CheckpointException, ReshardError), match="mp_rank_00_optim_states"):
+        dcp.load({"model": state}, storage_reader=Reader(str(broken)), planner=LoadPlanner(), no_dist=True)
+    assert not state[name].any()
+
+
+def test_an_optimizer_file_of_experts_that_lacks_a_flat_buffer(folders: Folders, tmp_path: Path) -> None:
+    """It is told by name, and raises nothing else: the file is read no further."""
+    shutil.copytree(folders(moe(2, 2)), tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.rglob("*_optim_states.pt"):
+        data = torch.load(file, weights_only=False)
+        entries = data["optimizer_state_dict"]
+        entries["base_optimizer_state"]["state"].pop(1)
+        entries["base_optimizer_state"]["param_groups"].pop()
+        for name in (
+            "single_partition_of_fp32_groups",
+            "group_paddings",
+            "param_alignment_paddings",
+            "partition_count",
+        ):
+            entries[name].pop()
+        torch.save(data, file)
+    (fault,) = {(one.what, one.found) for one in inspect(str(tmp_path)).faults}
+    assert fault == ("flat buffers do not match the model file", "1")

@@ -45,7 +45,10 @@ class OpenedZero(Checkpoint):
 
     def __init__(self, listing: Listing, *, optimizer: bool = True) -> None:
         self.weights_alone = not optimizer
-        self.zero = zero = with_stand_ins(as_one_place(as_one_stage(open_checkpoint(listing, optimizer=optimizer))))
+        zero = open_checkpoint(listing, optimizer=optimizer)
+        if zero.late and not optimizer and any(column.optim for column in listing.columns.values()):
+            zero = open_checkpoint(listing, optimizer=True)  # the first stage's values of these are its masters alone
+        self.zero = zero = with_stand_ins(as_one_place(as_one_stage(zero)))
         raise_faults(_nameless(zero), subject=f"checkpoint {listing.folder}")
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
@@ -102,7 +105,11 @@ class OpenedZero(Checkpoint):
             what, mend = "is not the same in each file of its tied module", "restore all files of one save"
             return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
         own = [key._replace(kind=kind) for kind in self.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
-        if first is None or (own and all(map(untrained, own))):
+        if (
+            first is None
+            or holder not in {replica.holder for replica in first.replicas}
+            or (own and all(map(untrained, own)))
+        ):
             return None
         what = f"copy {holder.stage + 1}, of another stage, was trained, and has other values than the first"
         mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"

@@ -112,7 +112,7 @@ def read_checkpoint(
     # BF16_Optimizer divides its masters at stage 0 of a PipelineModule, and the model file then says no shapes
     divided = model.param_shapes is not None or bool(listing.layers and any(c.optim for c in listing.columns.values()))
     sharded = (optimizer or listing.partitioned_model) and not listing.universal and divided
-    every = not listing.experts and (
+    every = not (listing.experts or autoep_sizes(model.entries)) and (
         grid.tp != row.size or (listing.universal and grid.tp > 1) or _cut_otherwise(listing, row, heads, model)
     )
     faults += grid_faults(whole, grid, grid.tp if every else row.size, optimizer=sharded)
@@ -256,7 +256,7 @@ def _columns(
     if dealt and (grid.ep > 1 or not all(one.layer.in_order for one in dealt.values())):
         of_experts = [number for number in every if not dealt.keys().isdisjoint(groups[number])]
         shares = [(1, False, [n for n in every if n not in of_experts]), (grid.ep, True, of_experts)]
-    elif listing.experts and not dealt:
+    elif listing.experts and not (dealt or wrong):
         counts_of = {count: [n for n in every if first.counts[n] == count] for count in first.counts}
         shares = [(grid.dp // count, count < grid.dp, own) for count, own in counts_of.items()]
     if grid.tp == 1 and not (wrong or listing.experts or listing.layers or grid.pp > 1):

@@ -561,7 +561,9 @@ def _holds(live: Live, read: States | None, *, masters: bool) -> bool:
     for (name, kind), tensor in read.tensors.items() if read is not None else ():
         own = live.held[name].tensor
         held = own if kind == MASTER else live.base.state.get(own, {}).get(kind)
-        if (kind == MASTER) is masters and (held is None or not bool((held.detach().cpu() == tensor).all())):
+        if (kind == MASTER) is masters and (
+            held is None or not held.detach().cpu().isclose(tensor.to(held.dtype), 0, 0, equal_nan=True).all()
+        ):
             return False
     return True
 
