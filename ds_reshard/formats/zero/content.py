@@ -256,17 +256,22 @@ def quantized_faults(model: ModelStates) -> Iterator[Fault]:
     return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
 
 
+def nameless_fault(folder: str, stage: int) -> Fault:
+    """A folder without an optimizer, or with one that names no parameter, cannot become a run's files."""
+    return UnsupportedLayout.fault(
+        folder,
+        "holds an optimizer that names no parameter (ZeRO stage 0), or none",
+        "a checkpoint of stage 1 to 3, or a universal one",
+        f"stage {stage}",
+        mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
+    )
+
+
 def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
     """Every reason why the optimizer of a checkpoint cannot go to another layout or format."""
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
-        yield UnsupportedLayout.fault(
-            folder,
-            "holds an optimizer that names no parameter (ZeRO stage 0), or none",
-            "a checkpoint of stage 1 to 3, or a universal one",
-            f"stage {checkpoint.stage}",
-            mend="--to safetensors for the weights; or load it in a run with import ds_reshard.auto, and save there",
-        )
+        yield nameless_fault(folder, checkpoint.stage)
         return
     if any(group.hyperparameters is None for group in checkpoint.facts.groups):
         yield UnsupportedLayout.fault(

@@ -9,7 +9,13 @@ from functools import cached_property
 from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.content import LAYOUT_ENTRIES, content_of, optimizer_faults, quantized_faults
+from ds_reshard.formats.zero.content import (
+    LAYOUT_ENTRIES,
+    content_of,
+    nameless_fault,
+    optimizer_faults,
+    quantized_faults,
+)
 from ds_reshard.formats.zero.grid_target import FORMATS, zero_target
 from ds_reshard.formats.zero.groups import as_one_place, as_one_stage, dealt_out, ep_of
 from ds_reshard.formats.zero.inspection import Survey, describe_survey, survey
@@ -371,6 +377,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
             f"--dp: no file of {content.folder} tells how many ranks saved it; name the coming run's: --dp N"
         )
     raise_faults([*faults, *content.faults], subject=subject)
+    raise_faults([nameless_fault(content.folder, 0)] if content.facts is None else [], subject=subject)
     raise_faults([*optimizer_faults(content), *_unwritten(content, asked.to)], subject=subject)
     shown = like.zero if isinstance(like, OpenedZero) and like.zero.listing.experts else None
     content = _of_experts(content, asked, shown, subject)
