@@ -73,6 +73,8 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
         and checksums(index, key) != checksums(source.index, key)
     ]
     rows = rows[part::of]
+    if not rows:
+        return []
     wrong = dict[tuple[TensorKey, Holder], Deviation]()
     for span in _side_by_side([((replicas[holder], key), (source.index, key)) for key, holder in rows]):
         if not same_bits(*span.values):
