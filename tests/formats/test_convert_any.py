@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from zero_builder import TAG, Built, values, write
 
 from ds_reshard.cli.main import main
@@ -169,3 +170,18 @@ def test_a_parameter_without_elements_keeps_its_shape_through_stage_3(tmp_path: 
     saved = torch.load(tmp_path / "out" / TAG / "mp_rank_00_model_states.pt", weights_only=False)
     assert saved["param_shapes"] == [{"first": (4, 6), "empty": (0, 3), "second": (3,)}]
     assert saved["module"]["empty"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_two_names_of_a_frozen_parameter_are_written_for_stage_3(tmp_path: Path, listed: bool) -> None:
+    """One storage tells that they are one, where `shared_params` does not; stage 2 may list the shapes of both."""
+    source = write(Built(groups=((("first", (4, 6)),),), frozen=(("third", (2, 5)),)), tmp_path / "saved")
+    file = source / TAG / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)
+    saved["module"]["again"] = saved["module"]["third"]
+    if listed:
+        saved["frozen_param_shapes"] = {"third": torch.Size((2, 5)), "again": torch.Size((2, 5))}
+    torch.save(saved, file)
+    convert(str(source), str(tmp_path / "zero3"), to="zero3")
+    convert(str(tmp_path / "zero3"), str(tmp_path / "out"), to="safetensors")
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["third"], saved["module"]["third"])

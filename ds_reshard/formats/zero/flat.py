@@ -229,10 +229,10 @@ class Placed(NamedTuple):
 
 
 def merged(placed: Iterable[Placed]) -> Iterator[Placement]:
-    """Whole tensors of the shards that any number of ranks have, with their replicas.
+    """Whole tensors, joined from the shards of any number of ranks, with their replicas.
 
-    What another stage has is a replica. Of what one stage has equal parts are replicas, and all others tiles. A part of
-    which there is no second one is in all replicas. A tensor that the first stage has nowhere is left out.
+    The same tensor on another stage is a replica. Within a stage, equal parts are replicas and different parts are
+    tiles; a part that only one rank has belongs to every replica. A tensor that the first stage lacks is left out.
     """
     shards: dict[TensorKey, list[Placed]] = {}
     for one in placed:

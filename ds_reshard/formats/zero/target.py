@@ -148,7 +148,7 @@ class Saving:
                 for name in model.frozen_shapes or model.module
                 if name in model.module
             }
-        apart = {*self.trained, *self.content.buffers, *self.tied}
+        apart = {*self.trained, *self.content.buffers, *self.tied, *self.content.tied}
         return {name: one for name, one in held.items() if name not in apart}
 
     @property
