@@ -51,19 +51,19 @@ def ties_first(names: Iterable[str]) -> list[str]:
 
 
 def expert_of(name: str) -> tuple[str, int, str] | None:
-    """What is before an expert's number in the name of one of its tensors, the number, and what is behind it."""
+    """Split the name of an expert's tensor: the text before the expert's number, the number, and the text after it."""
     match = _EXPERT.fullmatch(name) if "deepspeed_experts" in name else None
     return (match[1], int(match[2]), match[3]) if match else None
 
 
 def renumbered(name: str, first: Mapping[str, int]) -> str:
-    """The name with its expert's number among all, where `first` says a layer's first on this rank."""
+    """The name with the expert's number in the whole model. `first` numbers each layer's first expert here."""
     found = expert_of(name)
     return f"{found[0]}{first.get(found[0], 0) + found[1]}{found[2]}" if found is not None else name
 
 
 def experts_held(names: Iterable[str], ep: int) -> dict[str, int]:
-    """How many experts of each layer, by what is before their numbers, each of `ep` ranks has: as the names count."""
+    """The number of experts that each of `ep` ranks has, by layer: the text before the number in their names."""
     totals: dict[str, int] = {}
     for of in map(expert_of, names):
         if of is not None:
@@ -72,13 +72,13 @@ def experts_held(names: Iterable[str], ep: int) -> dict[str, int]:
 
 
 def of_place(names: Iterable[str], held: Mapping[str, int], place: int) -> list[str]:
-    """What parameters of the first rank are on the rank at `place`, each of which has as many experts."""
+    """The names that the first rank's parameters have on the rank at `place`. All ranks have as many experts."""
     first = {prefix: place * number for prefix, number in held.items()}
     return [renumbered(name, first) for name in names]
 
 
 def by_number(names: Iterable[str]) -> list[str]:
-    """The parameters of experts by layer, as these come first, and number; what is none of an expert's before them."""
+    """Names in order: those that belong to no expert, then experts by layer, in first-seen order, and by number."""
     names, layers = list(names), dict[str, int]()
     places = []
     for name in names:
@@ -121,7 +121,7 @@ def with_experts(listing: Listing, model: ModelStates, dp: int, faults: list[Fau
 
 
 def with_autoep(listing: Listing, model: ModelStates, faults: list[Fault]) -> Module:
-    """The module with the experts that DeepSpeed has dealt out, for which empty tensors stand: no one file has them."""
+    """The module with the experts of AutoEP. Empty tensors stand for them: no single file has all of a layer."""
     if not listing.partitioned_model:
         faults += _missing_experts(listing, model)
     layers = autoep_layers(model, faults)
@@ -167,7 +167,7 @@ def _missing_places(listing: Listing, model: ModelStates, dp: int) -> Iterator[F
 
 
 def stage_copies(stages: Sequence[ModelStates], faults: list[Fault]) -> list[dict[str, int]]:
-    """For each stage, the parameters of which an earlier one has a copy, with the number of its own."""
+    """For each stage, the parameters that an earlier stage has too, with the number of this stage's copy."""
     seen: dict[str, tuple[int, Shape, str]] = {}
     copies: list[dict[str, int]] = []
     for stage in stages:
@@ -215,7 +215,7 @@ def read_layers(listing: Listing, rank: int) -> Layers:
 
 
 def with_shapes(listing: Listing, stage: ModelStates, layers: Layers, ties: Mapping[int, str] | None) -> ModelStates:
-    """A stage with its parameters in the order of the flat buffers, where its model file does not say them.
+    """A stage with its parameters in the order of the flat buffers, for a model file that does not list them.
 
     `BF16_Optimizer` divides its masters at ZeRO stage 0 too, of which `_save_checkpoint` (runtime/engine.py, 0.19.8)
     saves no `param_shapes`. The optimizer files name what each rank has, in order (`_create_param_mapping`).
@@ -245,7 +245,7 @@ def _slices(path: str, root: str) -> list[dict[str, int]]:
 
 
 def _shape(stage: ModelStates, name: str, numel: int, layers: Layers, ties: Mapping[int, str] | None) -> Shape:
-    """The shape of a parameter of so many elements, by the file of its layer."""
+    """The shape of a parameter with `numel` elements, from the file of its layer."""
     layer, key = layer_of(name), tied_key(name)
     entry = name.removeprefix(f"tied_modules.{key}." if layer is None else f"{layer}.")
     own = [layer] if layer is not None else [one for one, tie in (ties or {}).items() if tie == key]
@@ -356,7 +356,7 @@ def _inferred(
 
 
 def _absent(listing: Listing, row: Row, layers: Layers, stages: Sequence[ModelStates]) -> Iterator[Fault]:
-    """Layers with parameters or buffers that have no file; of a universal checkpoint none has, as none are copied."""
+    """A fault that lists the layers without a file. A universal checkpoint has no such files: they are not copied."""
     names = [name for stage in stages for name, shape in stage.trainable.items() if prod(shape)]
     own = map(layer_of, (*names, *(name for stage in stages for name in stage.buffer_names)))
     wanted = {layer for layer in own if layer is not None} if not listing.universal else set()
@@ -438,5 +438,5 @@ def _unsaved(zero: ZeroCheckpoint) -> dict[str, ElementType]:
 
 
 def copy_buffer(name: str, number: int) -> str:
-    """The buffer of a copy of a weight, which lies in the file of a layer that is tied to another."""
+    """The name of the buffer that holds a tied layer's copy of a weight."""
     return f"copy {number} of {name}"

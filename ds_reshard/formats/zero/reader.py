@@ -241,7 +241,7 @@ def _first(files: Mapping[int, str]) -> str:
 def _columns(
     listing: Listing, grid: Grid, model: ModelStates, module: Module, family: str, faults: list[Fault]
 ) -> list[GridColumn]:
-    """The optimizer files beside a model file: those of what every rank has, and of each place among experts' ranks."""
+    """The columns of optimizer files beside a model file: of the dense parameters, and of each group of experts."""
     first = listing.read(_first(listing.optim), read_optim_states)
     groups, wrong, dealt = model.param_shapes or (), unmatched(model, first), module.dealt
     if not wrong and dealt:
@@ -298,7 +298,7 @@ def ranks_of_place(place: int, grid: Grid, model: ModelStates) -> list[int]:
 def flat_buffers(
     optim: OptimStates, shapes: Mapping[int, Mapping[str, Shape]], ranks: int, begin: int = 0
 ) -> tuple[FlatBuffer, ...]:
-    """The flat buffers of an optimizer file of these numbers and parameters, which so many ranks share."""
+    """The flat buffers with these numbers and parameters, which `ranks` data-parallel ranks share."""
     groups = {number: group for group, members in enumerate(optim.members) for number in members}
     return tuple(
         FlatBuffer(
@@ -355,7 +355,7 @@ def _model(
     groups: Sequence[int],
     faults: list[Fault],
 ) -> ModelStates:
-    """What the model files of all stages say, with a number of param groups each, as one file would."""
+    """The model files of all stages as one file, with the param groups of each stage."""
     first, entries = stages[0], dict(stages[0].entries)
     states = [stage.entries.get(SCHEDULER) for stage in stages]
     dicts = [state for state in states if isinstance(state, dict)]
@@ -376,7 +376,7 @@ def _model(
 
 
 def _alone(rank: _Rank) -> ZeroCheckpoint:
-    """What one tensor-parallel rank has saved; of several its shards."""
+    """The checkpoint of one tensor-parallel rank. If there are several ranks, its tensors are that rank's shards."""
     momenta = any(partition.whole_kinds for column in rank.columns for partition in column.first.partitions)
     several = momenta or rank.stages or rank.module.dealt  # else each tensor lies once, and there is nothing to merge
     placements = merged(rank.placed()) if several else (one.placement for one in rank.placed())
@@ -395,7 +395,7 @@ def _alone(rank: _Rank) -> ZeroCheckpoint:
 
 
 def _whole(listing: Listing, row: Row, ranks: Sequence[_Rank], faults: list[Fault]) -> ZeroCheckpoint | None:
-    """What all tensor-parallel ranks have saved, as one checkpoint whose tensors are whole.
+    """The files of all tensor-parallel ranks as one checkpoint of whole tensors.
 
     What they have divided lies in the parts that `tensor_parallel` knows; what they have not, each has a copy of, and
     that of the first counts.
@@ -460,7 +460,7 @@ def of_ranks(
 def _found(
     models: Sequence[ModelStates], shapes: Mapping[str, Sequence[Shape]], row: Row
 ) -> tuple[dict[str, Division], dict[str, Misfit]]:
-    """How each tensor was divided, given the shapes of its shards, and of which it is not known."""
+    """How each tensor was divided, told by the shapes of its shards, and the tensors for which nothing tells it."""
     parameters = parameters_of(models[0], shapes)
     whole: dict[str, Division] = {}
     if len(models) == 1:
@@ -545,7 +545,7 @@ def _strided(grid: Grid, models: Sequence[ModelStates]) -> Iterator[Fault]:
 
 
 def _shapes(models: Sequence[ModelStates], faults: list[Fault]) -> dict[str, list[Shape]]:
-    """The shapes of each tensor's shards by rank; one that has no elements does not say that it is trained."""
+    """The shapes of each tensor's shards by rank. A rank lists no shard without elements as trained."""
     names = dict.fromkeys(name for model in models for name in (*model.trainable, *model.frozen_shapes, *model.module))
     said: list[dict[str, Shape]] = [
         {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes, **model.trainable}
@@ -577,13 +577,13 @@ def _ruled(name: str, row: Row) -> bool:
 
 
 def _buffer(name: str, held: Sequence[Shape], row: Row) -> Division:
-    """A buffer, of which every rank has a copy; whose counts a rule may say."""
+    """The division of a buffer: every rank has a copy, and a rule may say whose copy counts."""
     said = [rule.owner for rule in row.rules if rule.replicated and re.fullmatch(rule.parameters, name)]
     return replicated(held, "buffer", owner=said[0] if said else None)
 
 
 def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
-    """Where the files of two ranks are not of one save, or do not divide the same parameters alike."""
+    """A fault for each rank whose files belong to another save, or divide other parameters, than the first rank's."""
     faults = compare_heads(models, optims, listing.folder, states=True)
     mend = "load it with the tensor-parallel size that was saved"
     home: dict[tuple[str, int], int] = {}
@@ -605,7 +605,7 @@ def _unlike(listing: Listing, models: Sequence[ModelStates], optims: Sequence[Op
 
 
 def _homes(groups: Sequence[Mapping[str, Shape]]) -> dict[tuple[str, int], int]:
-    """The flat buffer of each parameter; of one that several stages have a copy of, of each copy."""
+    """The number of the flat buffer that holds each parameter. Copies on several stages are counted apart."""
     found: dict[tuple[str, int], int] = {}
     seen: dict[str, int] = {}
     for at, group in enumerate(groups):
@@ -626,7 +626,7 @@ def _kept(optim: OptimStates) -> str:
 
 
 def in_order(held: Sequence[Collection[str]]) -> list[str]:
-    """The parameters of a flat buffer in the order of all ranks; some lack those of which they have no element."""
+    """The parameters of a flat buffer, merged from the lists of all ranks: a rank omits those it has no element of."""
     order = list(held[0])
     for own in held[1:]:
         known, before, behind = set(order), "", dict[str, list[str]]()
@@ -640,7 +640,7 @@ def in_order(held: Sequence[Collection[str]]) -> list[str]:
 
 
 def _whole_model(models: Sequence[ModelStates], found: Mapping[str, Division]) -> ModelStates:
-    """What the model files of all ranks say, of whole tensors; what is divided is in the module as a placeholder."""
+    """The model files of all ranks as one, with whole shapes. The module has a placeholder for each divided tensor."""
     first, known = models[0], {name for model in models for name in model.trainable}
     module: dict[str, TensorRecord] = {}
     for name in first.module:
@@ -703,7 +703,7 @@ def read_grid(listing: Listing, model: ModelStates) -> Grid:
 
 
 def _unread_experts(listing: Listing, grid: Grid, model: ModelStates) -> Iterator[Fault]:
-    """Experts beside what they are not read beside."""
+    """Refuses experts in combination with other parallelism, or with files, that are not read."""
     sizes, mend = autoep_sizes(model.entries), "load it with the sizes it was saved with"
     if sizes and (grid.tp * grid.pp > 1 or listing.universal or model.param_shapes is None):
         what = "has experts of AutoEP beside tensor or pipeline parallelism, at ZeRO stage 0, or in universal files"
@@ -719,7 +719,7 @@ def _unread_experts(listing: Listing, grid: Grid, model: ModelStates) -> Iterato
 
 
 def grid_faults(listing: Listing, grid: Grid, tp: int, *, optimizer: bool) -> Iterator[Fault]:
-    """Files that a grid of these sizes has not, or lacks; or that belong to rows of another number than `tp`."""
+    """Faults for files of another grid, for missing files, and for another tensor-parallel size than `tp`."""
     if grid.tp != tp:
         what = "was saved with tensor parallelism of another size" if tp > 1 else "saved with tensor parallelism"
         expected = f"tensor-parallel size {tp}"
@@ -750,7 +750,7 @@ _OF_EXPERTS = re.compile(r"expp_rank_([0-9]+)_mp_rank_[0-9]+_optim_states\.pt")
 
 
 def saved_sizes(listing: Listing) -> Sizes | None:
-    """The sizes that the first model file says, None where it says none.
+    """The sizes in the first model file, or None if it has none.
 
     Reads the pickle alone and judges nothing: for checkpoints that this format refuses.
     """
@@ -768,7 +768,7 @@ def saved_sizes(listing: Listing) -> Sizes | None:
 
 
 def missing(listing: Listing, dp: int, *, optimizer: bool, of: str = "") -> Iterator[Fault]:
-    """Files that a column of so many ranks must have and the folder does not, or has empty."""
+    """Faults for the files of a column of `dp` ranks that are missing or empty."""
     families = [(listing.model, "model_states", dp if listing.partitioned_model else 1)]
     if optimizer:
         families.append((listing.optim, "optim_states", dp))
@@ -812,7 +812,7 @@ def weights(model: ModelStates, listing: Listing) -> Iterator[Placement]:
 
 
 def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
-    """Where the optimizer's flat buffers are not those of the model file; the first that is not."""
+    """The first difference between the optimizer's flat buffers and those of the model file, or nothing."""
     groups, what = model.param_shapes or (), "flat buffers do not match the model file"
     if len(groups) != len(optim.partitions):
         return [damaged(optim.path, what, f"{len(groups)}", f"{len(optim.partitions)}")]
@@ -824,7 +824,7 @@ def unmatched(model: ModelStates, optim: OptimStates) -> list[Fault]:
 
 
 def _uneven(model: ModelStates, optim: OptimStates) -> list[Fault]:
-    """Where flat buffers with other experts are not as rank 0's, of which alone the model file says what it trains."""
+    """A refusal if ranks with other experts train other parameters than rank 0, whose model file lists them for all."""
     what = "has other parameters than rank 0: ranks have frozen different numbers of experts, or two saves are mixed"
     mend = "freeze as many experts on each rank, pass --no-load-optim, or load_optimizer_states=False, "
     mend += "or load as saved without ds_reshard"
@@ -833,7 +833,7 @@ def _uneven(model: ModelStates, optim: OptimStates) -> list[Fault]:
 
 
 def facts_of(shapes: Sequence[Mapping[str, Shape]], optim: OptimStates) -> OptimizerFacts:
-    """What the optimizer keeps beside tensors; of a parameter in several buffers, what the first has."""
+    """Param groups and step counters of the optimizer. For a parameter in several buffers the first buffer counts."""
     scalars: dict[str, Mapping[str, Scalar]] = {}
     for group, partition in zip(shapes, optim.partitions, strict=True):
         for name in group:

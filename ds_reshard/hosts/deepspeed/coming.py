@@ -72,7 +72,7 @@ _KEYS = frozenset(
 
 
 def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
-    """What DeepSpeed makes of this JSON on so many ranks; ConfigError with its own words where it refuses it."""
+    """DeepSpeed's reading of this JSON on `world` ranks. Raises ConfigError with DeepSpeed's words if it refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class OfWorld(DeepSpeedConfig):  # type: ignore[misc]
@@ -127,11 +127,11 @@ _TRAINERS = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
-"""Which argument of Hugging Face's Trainer fills what (integrations/deepspeed.py, transformers 5.23)."""
+"""The argument of Hugging Face's Trainer that fills each value (integrations/deepspeed.py, transformers 5.23)."""
 
 
 def by_flags(config: Mapping[str, object], flags: Mapping[str, object], under: str = "") -> dict[str, object]:
-    """The config with what the flags of the Trainer's script say of what is "auto"."""
+    """The config with each "auto" filled from the flags of the Trainer's script."""
     made = dict(config)
     for key, value in config.items():
         name = f"{under}{key}"
@@ -143,7 +143,7 @@ def by_flags(config: Mapping[str, object], flags: Mapping[str, object], under: s
 
 
 def _by_trainer(name: str, flags: Mapping[str, object]) -> object:
-    """What the Trainer makes of its arguments for a value of the config, None where these do not tell.
+    """The value that the Trainer derives from its arguments, or None if they do not determine it.
 
     A warm-up below 1 is a part of all updates, and one of 0 is made 1 (`trainer_config_finalize`, transformers 5.23).
     """
@@ -241,7 +241,7 @@ def _saved_values(checkpoint: AnyCheckpoint, count: int) -> list[Group]:
 
 
 def no_model() -> ComingModel:
-    """In place of a model that cannot be read: whatever is asked of the checkpoint will say why."""
+    """Stands in for a model that cannot be read; any use of the checkpoint raises the reason."""
     one = ("unknown",)
     tensor = LiveTensor(names=one, entries=one, shape=(1,), dtype=ElementType.FLOAT32, trainable=True)
     return ComingModel(module=LiveModule(tensors=(tensor,), names=frozenset(one)), order=(one,))
@@ -427,7 +427,7 @@ def precision(ds: DeepSpeedConfig) -> ElementType | None:
 
 @dataclass(frozen=True, kw_only=True)  # not slotted: what follows from the JSON is computed once
 class Launch:
-    """What a rank of the run starts from: the JSON, and as DeepSpeed reads it; what was saved; a model; its place."""
+    """Everything that determines a rank of the run: the JSON, the checkpoint, a model, and the rank's position."""
 
     ds: DeepSpeedConfig
     config: Mapping[str, object]
@@ -546,7 +546,7 @@ class Launch:
         return section(section(self.config, "optimizer"), "params")
 
     def _arguments(self) -> dict[str, object]:
-        """What the JSON's optimizer is given; of one of DeepSpeed's own, which is not built, with its defaults."""
+        """The arguments of the JSON's optimizer. DeepSpeed's own are not built, so their defaults are added."""
         params, cls = dict(self._params), self.cls
         if str(section(self.config, "optimizer").get("type")).lower() in (*_ADAMS, "muon"):
             drop = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
@@ -576,7 +576,7 @@ class Launch:
         return ScriptsOwn(groups, {"lr": 1e-3, **given})
 
     def _groups(self, count: int) -> list[Group]:
-        """What each param group is given: by the model's script, by the JSON, or else what was saved."""
+        """The values of each param group: from the model's script, else from the JSON, else from the checkpoint."""
         given = self.model.groups or (() if self.by_json else self.model.saved)
         return [dict(given[number]) if given else {} for number in range(count)]
 
@@ -710,7 +710,7 @@ class Launch:
 
 
 def _saved_class(checkpoint: AnyCheckpoint | None) -> type | None:
-    """The class whose states and hyper-parameters were saved, where these tell it."""
+    """The optimizer class that the saved states and hyper-parameters identify, or None."""
     groups = checkpoint.facts.groups if checkpoint is not None and checkpoint.facts is not None else ()
     hyper = set(groups[0].hyperparameters or ()) if groups else set()
     kinds = {key.kind for key in checkpoint.layout.placements} if checkpoint is not None else set()

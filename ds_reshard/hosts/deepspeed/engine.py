@@ -233,7 +233,7 @@ def told_by_parameters(module: torch.nn.Module, row: Row, *, autotp: bool) -> Ro
 
 
 def info_of(module: torch.nn.Module) -> Mapping[str, object]:
-    """What a model says of how its ranks divide parameters."""
+    """The model's own record of how its ranks divide parameters."""
     info = getattr(module, "universal_checkpoint_info", None)
     info = info() if callable(info) else info  # a method of Megatron-DeepSpeed's models
     return info if isinstance(info, dict) else {}
@@ -256,7 +256,7 @@ def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
 
 
 def _expert_share(parameter: object) -> Share | None:
-    """What a parameter of AutoEP, which has all experts of its layer that this rank has, is of the whole one."""
+    """The part of the whole parameter that this rank has of an AutoEP parameter, or None for any other parameter."""
     said = getattr(parameter, "ds_autoep_uc_meta", None)
     if said is None:
         return None
@@ -288,7 +288,7 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
 
 
 def _asked(mpu: object, what: str, otherwise: int) -> int:
-    """What an mpu says of tensor parallelism: as `deepspeed.utils.bwc` asks, which old releases have not."""
+    """The mpu's tensor-parallel size or rank, asked as `deepspeed.utils.bwc` does; `otherwise` if it cannot say."""
     for name in ("get_tensor_model_parallel", "get_slice_parallel", "get_model_parallel"):
         method: Callable[[], int] | None = getattr(mpu, f"{name}_{what}", None)
         if method is not None:
@@ -311,7 +311,7 @@ def _experts(engine: DeepSpeedEngine) -> dict[str, Experts]:
 
 
 def param_names(engine: DeepSpeedEngine, grid: LiveGrid) -> Names:
-    """What each parameter of this rank is called among those of all ranks."""
+    """The name in the whole model of each parameter of this rank."""
     names: Names = engine.param_names
     if not getattr(engine, "has_moe_layers", False):
         return names
@@ -513,7 +513,7 @@ _HELD = {
 
 
 def _held(kind: str, optimizer: ZeROOptimizer) -> Iterator[tuple[int, Sequence[torch.Tensor], torch.Tensor]]:
-    """Parameters with the tensor that has their masters, and its number: of a param group, at stage 3 a sub-group."""
+    """The number of each param group, at stage 3 of each sub-group, its parameters, and the tensor of their masters."""
     if kind == "torch":
         for number, group in enumerate(optimizer.param_groups):
             yield from ((number, [param], param) for param in group["params"] if param.requires_grad)
@@ -669,7 +669,7 @@ def event(engine: DeepSpeedEngine, when: str) -> None:
 
 
 def forget_second_copies(engine: DeepSpeedEngine) -> None:
-    """Let hpZ make its second copies anew, of which forward gathers: those of what is frozen are older than the load.
+    """Make hpZ rebuild its secondary copies, which forward gathers. Those of frozen parameters predate the load.
 
     DeepSpeed forgets those of trained parameters alone (`invalidate_secondary_tensor`, runtime/zero/stage3.py, 0.19.8).
     """
@@ -679,7 +679,7 @@ def forget_second_copies(engine: DeepSpeedEngine) -> None:
 
 
 def _complete_gathers(group: dist.ProcessGroup) -> None:
-    """Wait until what was gathered has arrived. Collective over gloo, and nothing elsewhere.
+    """Wait until all gathered parameters have arrived. Collective over gloo; does nothing on other backends.
 
     DeepSpeed waits for the last of several gathers alone (`_allgather_params_coalesced`,
     runtime/zero/partition_parameters.py, 0.14.5 to 0.18.9), which on gloo leaves the others on their way; gloo's

@@ -145,7 +145,7 @@ class Wants:
 
 
 def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, Share], list[Fault]]:
-    """What this rank has of the parameters that others share with it: none where the checkpoint has the same parts."""
+    """The parts that this rank has of parameters that are divided; empty if the checkpoint has the same parts."""
     if not checkpoint.rows or run.grid.row.size == 1:
         return {**run.shares, **_padded(run, checkpoint)}, []
     grid, local = run.grid, run.module.shapes()
@@ -175,7 +175,7 @@ def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, Share], l
 
 
 def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, Share]:
-    """Vocabularies of which a run without tensor parallelism has more rows: those behind the saved ones are padding.
+    """Vocabularies with more rows in a run without tensor parallelism than were saved; the extra rows are padding.
 
     As the run's own patterns or rules say, by whose size the saved one must be. A run that says nothing has no more
     rows than the saving run had with its padding: others may be words of its own, of which no file has anything.
@@ -474,7 +474,7 @@ def _before_first_step(checkpoint: AnyCheckpoint) -> bool:
 
 
 def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:
-    """Saved hyper-parameters that say what a step does, and for which this run's optimizer has no place."""
+    """A fault for each saved hyper-parameter that changes a step and that this run's optimizer does not have."""
     decoupled = live.decoupled
     for number, saved in groups.items():
         differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
