@@ -251,18 +251,20 @@ def _columns(
         counts = [(number, count) for number, count in enumerate(first.counts) if grid.dp % count]
         wrong += [damaged(first.path, what.format(number), f"{grid.dp}", f"{count}") for number, count in counts]
     faults += wrong
+    if wrong:  # the buffers are not those of the model file
+        return []
     every, totals = [*range(len(groups))], experts_held(module.tensors, 1)
     shares = [(1, False, every)]
     if dealt and (grid.ep > 1 or not all(one.layer.in_order for one in dealt.values())):
         of_experts = [number for number in every if not dealt.keys().isdisjoint(groups[number])]
         shares = [(1, False, [n for n in every if n not in of_experts]), (grid.ep, True, of_experts)]
-    elif listing.experts and not (dealt or wrong):
+    elif listing.experts and not dealt:
         counts_of = {count: [n for n in every if first.counts[n] == count] for count in first.counts}
         shares = [(grid.dp // count, count < grid.dp, own) for count, own in counts_of.items()]
-    if grid.tp == 1 and not (wrong or listing.experts or listing.layers or grid.pp > 1):
+    if grid.tp == 1 and not (listing.experts or listing.layers or grid.pp > 1):
         first = with_wholes(first)
     found: list[GridColumn] = []
-    for ep, apart, numbers in shares if not wrong else ():
+    for ep, apart, numbers in shares:
         for place in range(ep):
             ranks = ranks_of_place(place, grid._replace(ep=ep), model)
             head = first if not ranks[0] else listing.read(listing.optim[ranks[0]], read_optim_states)
