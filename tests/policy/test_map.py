@@ -50,6 +50,16 @@ def test_every_room_is_on_the_map() -> None:
     assert unnamed == [], f"add these to the Rooms block of ARCHITECTURE.md: {unnamed}"
 
 
+def test_the_hour_of_reading_is_an_hour() -> None:
+    """Each of the ten files in docs/reading.md has as many lines as the page says, within a tenth."""
+    text = (ROOT / "docs" / "reading.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| [0-9]+ \| (\S+) \| ([0-9]+) \|", text, flags=re.MULTILINE)
+    counts = {name: len((PACKAGE / name).read_text(encoding="utf-8").splitlines()) for name, _ in rows}
+    assert len(rows) == 10
+    wrong = {name: counts[name] for name, lines in rows if not 0.9 <= int(lines) / counts[name] <= 1.1}
+    assert wrong == {}, f"correct the lines of these files in docs/reading.md: {wrong}"
+
+
 @pytest.mark.parametrize("pattern", ["examples/[0-9][0-9]_*.py", "ds_reshard/formats/*", "ds_reshard/hosts/*"])
 def test_what_is_found_by_a_glob_is_not_empty(pattern: str) -> None:
     """Examples, formats and hosts are found by name; a glob that finds none would pass every test below it."""
