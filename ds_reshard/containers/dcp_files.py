@@ -12,7 +12,7 @@ from functools import cached_property, partial
 
 from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, write_directory
 from ds_reshard.containers.torch_zip_writer import plan_archive
-from ds_reshard.model.content import Held, Path
+from ds_reshard.model.content import Path, TensorSource
 from ds_reshard.model.layout import Placement, TensorKey, chunked
 from ds_reshard.model.records import TensorRecord, new_tensor
 from ds_reshard.model.region import Box
@@ -31,7 +31,7 @@ class DirectoryFiles(ABC):
 
     @property
     @abstractmethod
-    def held(self) -> Mapping[TensorKey, Held]:
+    def held(self) -> Mapping[TensorKey, TensorSource]:
         """Each tensor that is written."""
 
     @property

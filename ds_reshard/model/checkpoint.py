@@ -14,14 +14,14 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, raise_faults
-from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held, Path, schedule_of
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Path, TensorSource, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import Holder, Layout, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Box, Region
 from ds_reshard.model.reports import Inspection
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 
 class Listing(Protocol):
@@ -72,8 +72,8 @@ class Checkpoint(ABC):
     pp: int | None = None
     ep: int | None = None
     masters_are_cast = False
-    states_alike = True
-    unproved_mend = ""
+    compare_scalar_states = True
+    mismatch_mend = ""
     files: Mapping[str, int]
     shard_names: Sequence[str] = ()
     shared: Mapping[str, str] = {}
@@ -85,7 +85,7 @@ class Checkpoint(ABC):
     scaling: Mapping[str, object] = {}
     rates: Mapping[str, Mapping[str, object]] = {}
     optimizer = ""
-    nameless: object = None
+    unnamed_optimizer: object = None
 
     @abstractmethod
     def shards(self) -> Shards:
@@ -95,7 +95,7 @@ class Checkpoint(ABC):
     def content(self) -> Content:
         """All of it, for any format. Raises UnsupportedLayout, with every reason, for what no content can hold."""
 
-    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+    def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
         """What its own format makes of it, with all that it alone knows; None for another format."""
         return None
 
@@ -121,7 +121,7 @@ class Checkpoint(ABC):
         for family in {placement.family for placement in self.layout.placements.values()}:
             for shard in range(self.layout.shards[family]):
                 self.index.open(family, shard)
-        self.refuse()
+        self.raise_shard_faults()
 
     def open_first(self) -> None:  # noqa: B027  (most formats compare none)
         """Open the shards with which those that are opened later are compared."""
@@ -129,23 +129,23 @@ class Checkpoint(ABC):
     def open_for(self, family: str, shard: int) -> None:  # noqa: B027  (most formats have none)
         """Open what belongs to a shard that is written, and is read by no plan."""
 
-    def refuse(self) -> None:
+    def raise_shard_faults(self) -> None:
         """Raise what is wrong with the shards that were opened, or with them together."""
         raise_faults([*self.index.faults, *self.opened.compare()], subject=f"checkpoint {self.folder}")
 
-    def strided(self) -> Mapping[str, TensorRecord]:
+    def non_contiguous_weights(self) -> Mapping[str, TensorRecord]:
         """Weights that are not row-major in their file, and so in no layout."""
         return {}
 
-    def unnamed(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
+    def unnamed_tensors(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
         """Tensors that name no parameter, and so are in no layout, under names that say where they are."""
         yield from ()
 
-    def unstored(self, key: TensorKey) -> bool:
+    def stored_as_master_only(self, key: TensorKey) -> bool:
         """Whether a weight is kept as its master alone."""
         return False
 
-    def unfit(self, key: TensorKey) -> Iterator[Fault]:
+    def weight_faults(self, key: TensorKey) -> Iterator[Fault]:
         """What is wrong with values that were saved as the run itself did not have them."""
         yield from ()
 
@@ -154,15 +154,15 @@ class Checkpoint(ABC):
         key = TensorKey(name=self.shared.get(name, name), kind="fp32")
         return key if key in self.layout else None
 
-    def unprovable(self) -> Iterable[Fault]:
+    def master_proof_faults(self) -> Iterable[Fault]:
         """Where masters that are the casts of their weights would not prove what they are of."""
         return ()
 
-    def mend_of(self, name: str) -> str:
+    def mismatch_mend_for(self, name: str) -> str:
         """What to do where a parameter's weight is not the cast of its master."""
-        return self.unproved_mend
+        return self.mismatch_mend
 
-    def repaired(self) -> Checkpoint:
+    def repair(self) -> Checkpoint:
         """The same without a fault that its framework makes. Raises UnsupportedLayout where no such is known."""
         mend = "leave out --repair"
         fault = UnsupportedLayout.fault(self.folder, "has no fault that is known how to be repaired", mend=mend)
@@ -172,12 +172,14 @@ class Checkpoint(ABC):
         """The replicas of tensors that several ranks have saved, by their holders."""
         return {holder: self.index.of(layout) for holder, layout in self.layout.replicas().items()}
 
-    def apart(self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+    def replica_fault(
+        self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]
+    ) -> Fault | None:
         """The fault of a replica with other values than the first; `untrained` reads whether one is all zeros."""
         what = "is not the same on each rank that holds a copy of it"
-        return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.unproved_mend)
+        return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.mismatch_mend)
 
-    def distinct(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
+    def independent_parts(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
         """Parts of the model by their names, with their tensors, no two of which a run trains to the same values."""
         yield from ()
 
@@ -197,20 +199,20 @@ class Checkpoint(ABC):
         """The param groups as `diff` compares them: without values that follow from the layout."""
         return self.facts.groups if self.facts is not None else ()
 
-    def uncompared(self, name: str) -> Iterator[str]:
+    def uncompared_notes(self, name: str) -> Iterator[str]:
         """What `diff` does not compare, of a checkpoint that it calls `name`."""
         yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surveyed:
+class SurveyReport:
     """A checkpoint as far as it can be opened: what keeps it from being opened whole, and what is wrong besides."""
 
     faults: Sequence[Fault] = ()
     further: Sequence[Fault] = ()
 
 
-Writer = Callable[[Content, Asked, "Checkpoint | None", Sequence[Fault]], Target]
+Writer = Callable[[Content, ConversionRequest, "Checkpoint | None", Sequence[Fault]], Target]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +233,7 @@ class Format:
     open: Callable[[Listing], Checkpoint]
     open_weights: Callable[[Listing], Checkpoint] | None = None
     describe: Callable[[Listing], Inspection] | None = None
-    survey: Callable[[Listing], Surveyed] = lambda listing: Surveyed()
+    survey: Callable[[Listing], SurveyReport] = lambda listing: SurveyReport()
     writes: Mapping[str, Writer] = field(default_factory=dict)
     sized: frozenset[str] = frozenset()
     in_parts: bool = False
@@ -308,10 +310,10 @@ class SavedCheckpoint(Checkpoint):
     def shards(self) -> Shards:
         return Shards(index=Index(self.layout, self.state))
 
-    def uncompared(self, name: str) -> Iterator[str]:
+    def uncompared_notes(self, name: str) -> Iterator[str]:
         yield from (f"{name}: {note}" for note in (*self.notes, *self.state.left_out))
 
-    def unstored(self, key: TensorKey) -> bool:
+    def stored_as_master_only(self, key: TensorKey) -> bool:
         return key.kind == WEIGHT and self.master(key.name) is not None
 
     def master(self, name: str) -> TensorKey | None:
@@ -324,18 +326,18 @@ class SavedCheckpoint(Checkpoint):
         layout, facts = self.layout, self.facts
         scalars = facts.scalars if facts is not None else {}
         tied = dict(self._tied())
-        tensors: dict[TensorKey, Held] = {}
+        tensors: dict[TensorKey, TensorSource] = {}
         for key, place in layout.placements.items():
             if key.kind == WEIGHT and key.name in tied:
                 continue
-            held = tensors[key] = Held(shape=place.shape, dtype=place.dtype, origin=key)
+            held = tensors[key] = TensorSource(shape=place.shape, dtype=place.dtype, origin=key)
             trained = len(layout.kinds(key.name)) > 1 or key.name in scalars
             if key.kind == WEIGHT and trained and place.dtype is ElementType.FLOAT32 and key.name not in self.beside:
                 tensors[TensorKey(name=key.name, kind=MASTER)] = held
         weights = {
             key.name: held for key, held in tensors.items() if key.kind == WEIGHT and key.name not in self.beside
         }
-        buffers = frozenset(_buffers(weights)) - self._told()
+        buffers = frozenset(_buffers(weights)) - self._optimizer_names()
         mend = "--to safetensors for the weights"
         content = Content(
             folder=self.folder,
@@ -370,7 +372,7 @@ class SavedCheckpoint(Checkpoint):
 
     def _optimized(self) -> tuple[list[TensorKey], list[TensorKey]]:
         """The weights that the optimizer has, in a param group or with states, of a shape of the others; and those."""
-        known = self._told()
+        known = self._optimizer_names()
         ours: list[TensorKey] = []
         others: list[TensorKey] = []
         for key in self.layout.placements:
@@ -379,7 +381,7 @@ class SavedCheckpoint(Checkpoint):
         shapes = {self.layout[key].shape for key in others}
         return [key for key in ours if self.layout[key].shape in shapes], others
 
-    def _told(self) -> set[str]:
+    def _optimizer_names(self) -> set[str]:
         """The names of parameters that the optimizer tells."""
         facts = self.facts or OptimizerFacts(groups=())
         states = (key.name for key in self.layout.placements if key.kind != WEIGHT)
@@ -433,7 +435,7 @@ def checksums(index: Index, key: TensorKey) -> object:
     return placement.shape, placement.dtype, tuple((one.numel, one.record.crc32) for one in extents)
 
 
-def _buffers(weights: Mapping[str, Held]) -> Iterator[str]:
+def _buffers(weights: Mapping[str, TensorSource]) -> Iterator[str]:
     """Entries that no optimizer could train, and the statistics of torch's normalisation layers beside them."""
     for name, held in weights.items():
         layer, _, leaf = name.rpartition(".")

@@ -17,8 +17,8 @@ MASTER, WEIGHT = "fp32", "weight"
 RENAME = "save it again under names that differ"
 SCHEDULER, STEPS, SAMPLES = "lr_scheduler", "global_steps", "global_samples"
 """The entries that every format has a place for; of DeepSpeed's model files, whose names they have everywhere."""
-USUAL = frozenset({SCHEDULER, STEPS, SAMPLES, "skipped_steps", "checkpoint_parallel_dims"})
-USUAL |= {"sparse_tensor_module_names", "csr_tensor_module_names", "num_experts"}
+STANDARD_ENTRIES = frozenset({SCHEDULER, STEPS, SAMPLES, "skipped_steps", "checkpoint_parallel_dims"})
+STANDARD_ENTRIES |= {"sparse_tensor_module_names", "csr_tensor_module_names", "num_experts"}
 """Entries that are nobody's own: a format that has no place for them loses nothing that it does not say."""
 PER_GROUP = (BASE, LAST, LAMBDAS)
 """The entries of `LambdaLR.state_dict()` that have one value for each param group (torch/optim/lr_scheduler.py)."""
@@ -27,13 +27,13 @@ _OF_GROUPS = frozenset({*PER_GROUP, "max_lrs", "min_lrs", "base_momentums", "max
 _OF_NO_GROUP = frozenset({"_milestones", "milestones"})
 
 
-def named_as_weight(where: str, state: str) -> Fault:
+def weight_name_fault(where: str, state: str) -> Fault:
     what = f"{state} is an optimizer state of the name that a weight, or its master, has here"
     return UnsupportedLayout.fault(where, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=RENAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class TensorSource:
     """A whole tensor, and the one of the source that it is read from; cast where the types differ."""
 
     shape: tuple[int, ...]
@@ -66,7 +66,9 @@ def schedule_of(state: object, groups: int) -> Schedule | None:
     )
 
 
-def regrouped(state: Mapping[str, object], order: Sequence[int], saved: int) -> tuple[dict[str, object], list[str]]:
+def reorder_groups(
+    state: Mapping[str, object], order: Sequence[int], saved: int
+) -> tuple[dict[str, object], list[str]]:
     """A scheduler's state for other param groups: group i is what `order[i]` was, of `saved` groups.
 
     Schedulers inside it too. Beside it, the entries that may have a value for each group and are not known to.
@@ -74,7 +76,7 @@ def regrouped(state: Mapping[str, object], order: Sequence[int], saved: int) -> 
     made, unknown = dict(state), list[str]()
     for key, value in state.items() if list(order) != list(range(saved)) else ():
         if isinstance(value, list | tuple) and value and all(isinstance(part, dict) for part in value):
-            parts = [regrouped(part, order, saved) for part in value]
+            parts = [reorder_groups(part, order, saved) for part in value]
             made[key] = [part for part, _ in parts]
             unknown += [name for _, names in parts for name in names]
         elif isinstance(value, list | tuple) and len(value) == saved:
@@ -85,7 +87,7 @@ def regrouped(state: Mapping[str, object], order: Sequence[int], saved: int) -> 
     return made, unknown
 
 
-def joined(states: Sequence[Mapping[str, object]], groups: Sequence[int]) -> tuple[dict[str, object], list[str]]:
+def join_states(states: Sequence[Mapping[str, object]], groups: Sequence[int]) -> tuple[dict[str, object], list[str]]:
     """One scheduler's state of those of several optimizers, whose param groups follow each other; of each so many.
 
     Schedulers inside it too. Beside it, the entries in which they differ though they have not a value for each group.
@@ -95,7 +97,7 @@ def joined(states: Sequence[Mapping[str, object]], groups: Sequence[int]) -> tup
         values = [state.get(key) for state in states]
         lists = [one for one in values if isinstance(one, list | tuple)]
         if len(lists) == len(states) and all(one and isinstance(one[0], dict) for one in lists):
-            parts = [joined(part, groups) for part in zip(*lists, strict=False)]
+            parts = [join_states(part, groups) for part in zip(*lists, strict=False)]
             made[key] = [part for part, _ in parts]
             differing += [name for _, names in parts for name in names]
         elif [len(one) for one in lists] == list(groups) and key not in _OF_NO_GROUP:
@@ -124,7 +126,7 @@ def with_groups(content: Content, groups: Sequence[GroupFacts], order: Sequence[
     if schedule is not None:
         schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in order))
     for path in (path for path in objects if path[0] == SCHEDULER):
-        made, unknown = regrouped({str(path[-1]): objects[path]}, order, saved)
+        made, unknown = reorder_groups({str(path[-1]): objects[path]}, order, saved)
         objects[path] = made[str(path[-1])]
         faults += [regrouping_fault(name, where) for name in unknown]
     facts = replace(content.facts, groups=tuple(groups))
@@ -153,7 +155,7 @@ class Content:
 
     folder: str
     ranks: int | None
-    tensors: Mapping[TensorKey, Held]
+    tensors: Mapping[TensorKey, TensorSource]
     facts: OptimizerFacts | None
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
@@ -173,16 +175,16 @@ class Content:
         return f"global_step{name}" if name == str(self.steps) else name
 
     @cached_property
-    def weights(self) -> dict[str, Held]:
+    def weights(self) -> dict[str, TensorSource]:
         """The model's own, buffers with them."""
         return {
             key.name: held for key, held in self.tensors.items() if key.kind == WEIGHT and key.name not in self.beside
         }
 
     @cached_property
-    def trained(self) -> dict[str, dict[str, Held]]:
+    def trained(self) -> dict[str, dict[str, TensorSource]]:
         """The parameters that the optimizer has states of, with these and their masters."""
-        found: dict[str, dict[str, Held]] = {}
+        found: dict[str, dict[str, TensorSource]] = {}
         for key, held in self.tensors.items():
             if key.kind != WEIGHT:
                 found.setdefault(key.name, {})[key.kind] = held
@@ -202,7 +204,7 @@ class Content:
         return made
 
     @property
-    def deeper(self) -> list[str]:
+    def nested_states(self) -> list[str]:
         """The parts of an optimizer inside a dict or a list: of a state, or of a value of a group, by their keys."""
         groups = self.facts.groups if self.facts is not None and self.home is None else ()
         members = {name for group in groups for name in group.members}
@@ -219,9 +221,9 @@ class Content:
         return _count(self.objects.get((SAMPLES,)))
 
     @property
-    def own(self) -> list[str]:
+    def extra_entries(self) -> list[str]:
         """The names of the entries that the saving script or framework has beside the usual ones."""
-        return sorted({str(path[0]) for path in self.objects} - USUAL)
+        return sorted({str(path[0]) for path in self.objects} - STANDARD_ENTRIES)
 
 
 def _lies_deeper(path: Path, members: Container[str]) -> bool:
@@ -236,11 +238,11 @@ def _count(value: object) -> int | None:
     return value if type(value) is int else None
 
 
-def flattened(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
+def flatten(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
     """The innermost values of nested dicts by the keys that lead to them, as `flatten_state_dict` of torch has them."""
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, part in value.items():
-            yield from flattened(part, (*path, key))
+            yield from flatten(part, (*path, key))
     elif path:
         yield path, value
 

@@ -16,7 +16,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Part, Shape
 
 
-class Share(NamedTuple):
+class LocalShard(NamedTuple):
     """What this rank has of a whole tensor: all of it, or parts of it that lie in its own."""
 
     shape: Shape
@@ -135,4 +135,4 @@ class LiveRun(Generic[B]):
     optimizer: LiveOptimizer[B] | None
     scheduler: object
     features: tuple[str, ...]
-    shares: Mapping[str, Share] = field(default_factory=dict)
+    shares: Mapping[str, LocalShard] = field(default_factory=dict)

@@ -74,7 +74,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ConversionRequest:
     """What a conversion is to write; None is as it was saved.
 
     `tp` and `pp` are of DeepSpeed, nanotron and Megatron-LM, `ep` of the first and the last, `zero_stage` of nanotron;

@@ -12,7 +12,7 @@ from ds_reshard.containers.remote import fetched
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
 from ds_reshard.model.rules import Rule, rule_faults, rules_in
-from ds_reshard.model.target import Asked
+from ds_reshard.model.target import ConversionRequest
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
 from ds_reshard.operations.inspection import describe
@@ -115,7 +115,7 @@ def convert(
     from ds_reshard.operations.conversion import convert_listing  # which needs torch
 
     listing = find_listing(os.fspath(path), tag)
-    asked = Asked(
+    asked = ConversionRequest(
         to=to,
         dp=dp,
         tp=tp,
@@ -219,7 +219,7 @@ def plan(
     from ds_reshard.operations.units import plan_listing  # which needs numpy
 
     before = _bytes_asked_for()
-    asked = Asked(
+    asked = ConversionRequest(
         to=to,
         dp=dp,
         tp=tp,

@@ -130,7 +130,7 @@ class _Pairs:
 
     def _pair(self, key: TensorKey) -> None:
         found = [_key_in(side, key) for side in self._sides]
-        if any(at is None and side.unstored(key) for side, at in zip(self._sides, found, strict=True)):
+        if any(at is None and side.stored_as_master_only(key) for side, at in zip(self._sides, found, strict=True)):
             return
         if key.kind == "weight" and (masters := self._by_master(key.name)) is not None:
             if not any(TensorKey(name=key.name, kind="fp32") in side.layout for side in self._sides):
@@ -185,8 +185,8 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
         yield from compare_scalars(a.rates, b.rates)
         if a.optimizer != b.optimizer:
             yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
-        if a.nameless is not None and b.nameless is not None:
-            yield from differences("optimizer", a.nameless, b.nameless)
+        if a.unnamed_optimizer is not None and b.unnamed_optimizer is not None:
+            yield from differences("optimizer", a.unnamed_optimizer, b.unnamed_optimizer)
         if (extra := a.extra()) is not None and (other := b.extra()) is not None:
             yield from differences("extra_state", extra, other)
     if a.facts is not None and b.facts is not None:
@@ -314,7 +314,7 @@ def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
 def _strided(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
     """Entries of the module that do not lie row-major, which no layout has: by the checksums of their files."""
     modules = [side.module for side in (a, b)]
-    for name in dict.fromkeys((*a.strided(), *b.strided())):
+    for name in dict.fromkeys((*a.non_contiguous_weights(), *b.non_contiguous_weights())):
         one, other = (module.get(name) for module in modules)
         if canonical(one) != canonical(other):
             where = f"{name}[weight], which does not lie row-major and is compared by its checksum"
@@ -328,4 +328,4 @@ def _notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
             "other than the step are not compared"
         )
     for name, side in (("A", a), ("B", b)):
-        yield from side.uncompared(name)
+        yield from side.uncompared_notes(name)

@@ -32,7 +32,7 @@ from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.rules import rules_given
-from ds_reshard.model.target import Asked, Target, Unit
+from ds_reshard.model.target import ConversionRequest, Target, Unit
 from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
 from ds_reshard.operations.processes import Parts, in_copies
@@ -54,7 +54,7 @@ _SENDING = 16  # units at once, where memory has room for two parts of each
 
 
 def convert_listing(
-    found: Found, path: str, out: str, *, asked: Asked, options: Options, progress: Progress | None
+    found: Found, path: str, out: str, *, asked: ConversionRequest, options: Options, progress: Progress | None
 ) -> Conversion:
     """Write the checkpoint `found` in `path`, into the folder `out`, as `asked` says.
 

@@ -123,7 +123,7 @@ def _read(source: Checkpoint, keys: Sequence[TensorKey], reading: Reading, progr
         placement, owner = layout[key], owners[key]
         shown = str(sums[owner]) if str(owner) not in unsure else None
         found.append(_told(key, placement.dtype.label, placement.shape, shown))
-    for name, record in source.strided().items():
+    for name, record in source.non_contiguous_weights().items():
         key = TensorKey(name=name, kind="weight")
         try:
             shown = str(fingerprint_of(read_tensor(record).contiguous()))

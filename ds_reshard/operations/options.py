@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.model.target import DTYPES, WEIGHTS, Asked
+from ds_reshard.model.target import DTYPES, WEIGHTS, ConversionRequest
 from ds_reshard.operations.formats import FORMATS as TABLE
 from ds_reshard.operations.formats import WRITERS
 
@@ -22,7 +22,7 @@ Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
 
 
-def refuse(asked: Asked) -> None:
+def refuse(asked: ConversionRequest) -> None:
     """Raise ConfigError for a format that is none, or an argument that it has not."""
     if asked.to not in FORMATS:
         raise ConfigError(f"{asked.to!r} is no format: --to {' | '.join(FORMATS)}")
@@ -44,7 +44,7 @@ def refuse(asked: Asked) -> None:
         raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
 
 
-def _of_formats(asked: Asked) -> dict[str, tuple[object, tuple[str, ...]]]:
+def _of_formats(asked: ConversionRequest) -> dict[str, tuple[object, tuple[str, ...]]]:
     """The arguments that few formats have, with these."""
     return {
         "--tp": (asked.tp, _RANKED),

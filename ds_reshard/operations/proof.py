@@ -24,7 +24,7 @@ def prove(source: Checkpoint, names: Collection[str] | None = None) -> None:
 
 def repaired(source: Checkpoint) -> Checkpoint:
     """The checkpoint with what its framework has saved wrong put right; itself where nothing is wrong."""
-    return source.repaired() if unproved(source) else source
+    return source.repair() if unproved(source) else source
 
 
 def unproved(source: Checkpoint, names: Collection[str] | None = None, *, part: int = 0, of: int = 1) -> list[Fault]:
@@ -43,7 +43,7 @@ def _uncast(source: Checkpoint, names: Collection[str] | None, part: int, of: in
     masters = masters[part::of] if source.masters_are_cast else []
     if not masters:
         return []
-    faults = list(source.unprovable())
+    faults = list(source.master_proof_faults())
     if faults:
         return faults
     from ds_reshard.execution.deviation import as_bits
@@ -56,7 +56,7 @@ def _uncast(source: Checkpoint, names: Collection[str] | None, part: int, of: in
         if bool(differs.any()):
             key = masters[span.row]
             wrong[key] = wrong.get(key, 0) + int(differs.sum())
-    return [_fault(key, count, layout[key].numel, source.mend_of(key.name)) for key, count in wrong.items()]
+    return [_fault(key, count, layout[key].numel, source.mismatch_mend_for(key.name)) for key, count in wrong.items()]
 
 
 def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of: int) -> list[Fault]:
@@ -80,7 +80,7 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
         if not same_bits(*span.values):
             wrong.setdefault(rows[span.row], Deviation()).add(span.start, *span.values)
     told = {at: f"{found.differing} elements differ, by at most {found.max_abs:g}" for at, found in wrong.items()}
-    faults = (source.apart(*at, told[at], partial(is_zero, replicas[at[1]])) for at in sorted(wrong))
+    faults = (source.replica_fault(*at, told[at], partial(is_zero, replicas[at[1]])) for at in sorted(wrong))
     return [fault for fault in faults if fault is not None]
 
 
@@ -90,7 +90,7 @@ def repeated(source: Checkpoint) -> list[Fault]:
     Read are the masters and states of those whose weights have equal checksums.
     """
     faults = []
-    for parts in source.distinct():
+    for parts in source.independent_parts():
         seen: dict[object, str] = {}
         for name, keys in parts.items():
             marks = tuple(checksums(source.index, key) for key in keys if key.kind == WEIGHT)

@@ -62,7 +62,7 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, op
         except CheckpointDamaged as error:
             raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
             raise
-        checkpoint.states_alike = states
+        checkpoint.compare_scalar_states = states
         if not whole:
             return checkpoint
         checkpoint.open_all()

@@ -17,7 +17,7 @@ from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord
 from ds_reshard.model.reports import ConversionPlan, UnitPlan
-from ds_reshard.model.target import Asked, RunSizes, Target, TargetFile, Unit
+from ds_reshard.model.target import ConversionRequest, RunSizes, Target, TargetFile, Unit
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
@@ -27,7 +27,7 @@ from ds_reshard.planning.plan import Match, Plan, Planner, window_nbytes
 
 
 @uncollected()
-def target_of(source: Checkpoint, asked: Asked) -> Target:
+def target_of(source: Checkpoint, asked: ConversionRequest) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
     like = open_checkpoint(find_listing(asked.like, None)) if asked.like is not None else None
     target = source.target(asked, like)
@@ -116,7 +116,7 @@ def _copy(storage: StorageRecord, buffer: str) -> Copy:
 
 @uncollected()
 def plan_listing(
-    found: Found, *, asked: Asked, reading: Reading, bandwidth: float, shard: tuple[int, int]
+    found: Found, *, asked: ConversionRequest, reading: Reading, bandwidth: float, shard: tuple[int, int]
 ) -> ConversionPlan:
     """What `convert` does with the same arguments: its plans are made, and none is carried out.
 
@@ -140,7 +140,7 @@ def plan_listing(
         plans.append(made)
         widest = max(widest, cast)
     if in_parts:
-        source.refuse()
+        source.raise_shard_faults()
     at_once = max(1, min(reading.threads, len(target.units)))
     window = window_nbytes(reading.memory_nbytes // at_once)
     executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes // 2, checksum=True)

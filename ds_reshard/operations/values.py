@@ -214,7 +214,7 @@ def rows_of(source: Checkpoint) -> list[Row]:
             rows.append(Row(key=key, columns=(column, columns[owner]), beside="tied"))
         else:
             rows.append(Row(key=key, columns=(column,), buffer=key.name in source.buffer_names))
-    for key, tensor in source.unnamed():
+    for key, tensor in source.unnamed_tensors():
         if tensor.numel and tensor.contiguous:
             rows.append(Row(key=key, columns=(stored(tensor),)))
     return rows

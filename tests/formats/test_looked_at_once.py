@@ -17,7 +17,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import in_order
 from ds_reshard.hosts.deepspeed.move import adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
-from ds_reshard.model.content import Content, Held
+from ds_reshard.model.content import Content, TensorSource
 from ds_reshard.model.facts import GroupFacts
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
@@ -83,7 +83,7 @@ def test_the_files_of_experts_ask_for_the_whole_tensors_once(monkeypatch: pytest
     make = target.new_tensor
     monkeypatch.setattr(target, "new_tensor", lambda *of: made.append(1) or make(*of))
     tensors = {
-        key: Held(shape=(2, 2), dtype=ElementType.BFLOAT16, origin=key)
+        key: TensorSource(shape=(2, 2), dtype=ElementType.BFLOAT16, origin=key)
         for key in (TensorKey(name, "weight") for name in names)
     }
     saving = target.Saving(content=Content(folder="folder", ranks=1, tensors=tensors, facts=None))
@@ -97,7 +97,7 @@ def test_a_weight_that_is_not_stored_is_found_by_name() -> None:
     shapes = Counted(dict.fromkeys(names, (2, 2)))
     opened = object.__new__(OpenedZero)
     opened.zero, opened.shared = _checkpoint(names, shapes), {}
-    assert all(opened.unstored(TensorKey(name, "weight")) for name in names)
+    assert all(opened.stored_as_master_only(TensorKey(name, "weight")) for name in names)
     assert shapes.walks == 1
 
 

@@ -22,7 +22,7 @@ from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import open_checkpoint as open_zero
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.model.target import Asked
+from ds_reshard.model.target import ConversionRequest
 from ds_reshard.operations import plan
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.units import Units, archive_of, target_of
@@ -72,10 +72,10 @@ def joined(found: Iterator[Span]) -> list[Span]:
 def rank_plan(folder: Path, stage: int, to_dp: int, rank: int) -> Plan:
     """The plan of the optimizer file of one rank, of a source whose shards are opened as they are needed."""
     source = open_checkpoint(find_listing(str(folder), None), whole=False)
-    target = target_of(source, Asked(to=f"zero{stage}", dp=to_dp))
+    target = target_of(source, ConversionRequest(to=f"zero{stage}", dp=to_dp))
     (unit,) = (unit for unit in target.units if (unit.family, unit.shard) == ("optim", rank))
     made = Units(source, target).plan(unit, [archive_of(file) for file in unit.files])
-    source.refuse()
+    source.raise_shard_faults()
     return made
 
 

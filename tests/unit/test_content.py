@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_reshard.model.content import Content, Held, flattened, schedule_of
+from ds_reshard.model.content import Content, TensorSource, flatten, schedule_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 
@@ -26,7 +26,7 @@ def test_what_is_trained_has_every_state_and_what_lies_beside_is_no_weight() -> 
     """Masters and moments by parameter; a tensor of the script is nobody's weight."""
     kinds = {("w", "weight"), ("w", "fp32"), ("w", "exp_avg"), ("v", "weight"), ("rng", "weight")}
     keys = {TensorKey(name=name, kind=kind) for name, kind in kinds}
-    tensors = {key: Held(shape=(2,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
+    tensors = {key: TensorSource(shape=(2,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
     content = Content(folder="run", ranks=1, tensors=tensors, facts=None, beside={"rng": ("train", "rng")})
     assert set(content.weights) == {"w", "v"}
     assert {name: set(states) for name, states in content.trained.items()} == {"w": {"fp32", "exp_avg"}}
@@ -37,11 +37,11 @@ def test_a_folder_that_is_a_step_has_the_tag_of_deepspeed() -> None:
     for folder, step, tag in (("runs/7", 7, "global_step7"), ("runs/7", 8, "7"), ("runs/best", 7, "best")):
         objects = {("global_steps",): step, ("train", "epoch"): 2}
         content = Content(folder=folder, ranks=1, tensors={}, facts=None, objects=objects)
-        assert (content.tag, content.steps, content.own) == (tag, step, ["train"])
+        assert (content.tag, content.steps, content.extra_entries) == (tag, step, ["train"])
     assert Content(folder="run", ranks=1, tensors={}, facts=None, objects={("global_steps",): True}).steps is None
 
 
 def test_values_are_found_by_all_keys_that_lead_to_them() -> None:
     """An empty dict, and one whose keys are no names, are values themselves."""
     values = {"a": {"b": {"c": 1}, "d": {}}, "e": {0: 2}}
-    assert dict(flattened(values)) == {("a", "b", "c"): 1, ("a", "d"): {}, ("e",): {0: 2}}
+    assert dict(flatten(values)) == {("a", "b", "c"): 1, ("a", "d"): {}, ("e",): {0: 2}}

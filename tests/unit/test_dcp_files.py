@@ -11,7 +11,7 @@ import pytest
 from ds_reshard.containers import dcp_files
 from ds_reshard.containers.dcp_directory import Entry, PlacedArchive, plan_archives
 from ds_reshard.containers.dcp_files import DirectoryFiles
-from ds_reshard.model.content import Held, Path
+from ds_reshard.model.content import Path, TensorSource
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType
 
@@ -24,10 +24,10 @@ class _Files(DirectoryFiles):
     """Twelve tensors of four shapes, and two values."""
 
     @cached_property
-    def held(self) -> Mapping[TensorKey, Held]:
+    def held(self) -> Mapping[TensorKey, TensorSource]:
         keys = [TensorKey(name=f"w{number}", kind="weight") for number in range(_TENSORS)]
         float32 = ElementType.FLOAT32
-        return {key: Held(origin=key, shape=_SHAPES[at % 4], dtype=float32) for at, key in enumerate(keys)}
+        return {key: TensorSource(origin=key, shape=_SHAPES[at % 4], dtype=float32) for at, key in enumerate(keys)}
 
     @property
     def objects(self) -> Mapping[Path, object]:

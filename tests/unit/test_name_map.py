@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ds_reshard.errors import ConfigError
-from ds_reshard.model.content import Content, Held, Schedule
+from ds_reshard.model.content import Content, Schedule, TensorSource
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
@@ -18,7 +18,7 @@ from ds_reshard.operations.name_map import NameMap, read_name_map
 def test_groups_schedules_and_states_are_renamed_in_the_order_of_the_map() -> None:
     """The second group is the first parameter's in the map: its rates and its schedule come first, too."""
     keys = [TensorKey(name=name, kind=kind) for name in ("a", "b", "c") for kind in ("weight", "exp_avg")]
-    tensors = {key: Held(shape=(1,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
+    tensors = {key: TensorSource(shape=(1,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
     groups = tuple(GroupFacts(members=m, hyperparameters={"lr": lr}) for m, lr in ((("a", "c"), 0.1), (("b",), 0.2)))
     facts = OptimizerFacts(groups=groups, scalars={name: {"step": at} for at, name in enumerate("abc")})
     rows = tuple({"base_lrs": lr, "_last_lr": lr, "lr_lambdas": None} for lr in (0.1, 0.2))
@@ -39,7 +39,7 @@ def test_groups_schedules_and_states_are_renamed_in_the_order_of_the_map() -> No
 
 def _content(*groups: tuple[str, ...]) -> Content:
     keys = [TensorKey(name=name, kind="weight") for group in reversed(groups) for name in group]
-    tensors = {key: Held(shape=(1,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
+    tensors = {key: TensorSource(shape=(1,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
     facts = OptimizerFacts(groups=tuple(GroupFacts(members=group, hyperparameters={}) for group in groups))
     return Content(folder="run", ranks=1, tensors=tensors, facts=facts)
 

@@ -12,7 +12,7 @@ from ds_reshard.formats.zero.flat import by_key, whole
 from ds_reshard.formats.zero.model_states import Kept
 from ds_reshard.formats.zero.target import Saving
 from ds_reshard.hosts.deepspeed.foreign import layout_of, model_of
-from ds_reshard.model.content import Content, Held
+from ds_reshard.model.content import Content, TensorSource
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -21,10 +21,10 @@ FP32 = ElementType.FLOAT32
 KINDS = ("weight", "fp32", "exp_avg")
 
 
-def tensors(shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> dict[TensorKey, Held]:
+def tensors(shapes: Mapping[tuple[str, str], tuple[int, ...]]) -> dict[TensorKey, TensorSource]:
     """Each read from the tensor of its own name; a master from its weight."""
     return {
-        TensorKey(name=name, kind=kind): Held(
+        TensorKey(name=name, kind=kind): TensorSource(
             shape=shape, dtype=FP32, origin=TensorKey(name=name, kind="weight" if kind == "fp32" else kind)
         )
         for (name, kind), shape in shapes.items()

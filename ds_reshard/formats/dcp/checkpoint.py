@@ -31,7 +31,7 @@ from ds_reshard.formats.dcp.entries import (
     tensor_key,
 )
 from ds_reshard.model.checkpoint import SavedListing, SavedState
-from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
+from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import Scalar, number_of
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
@@ -115,7 +115,7 @@ def _named_as_weights(directory: Directory) -> Iterator[Fault]:
         nested = len(path) >= 3 and path[-3] == "state" and path[0] not in MODELS
         flattened = len(path) == 2 and path[0] == "optimizer" and path[1].startswith("state.")
         if (nested or flattened) and path[-1].rpartition(".")[2] in (MASTER, WEIGHT):
-            yield named_as_weight(directory.path, family)
+            yield weight_name_fault(directory.path, family)
 
 
 def _of_one_name(directory: Directory) -> Iterator[Fault]:

@@ -11,10 +11,10 @@ from ds_reshard.formats.dcp.entries import ACCELERATE
 from ds_reshard.formats.dcp.target import dcp_target
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import Content
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
     files = (content.ranks or 1) if asked.dp is None else asked.dp
     made = dcp_target(content, files, folders=ACCELERATE if asked.to == "accelerate" else None)

@@ -14,7 +14,7 @@ from functools import cached_property
 from ds_reshard.containers.dcp_directory import Entry, PlacedArchive
 from ds_reshard.containers.dcp_files import DirectoryFiles
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Path, TensorSource
 from ds_reshard.model.facts import GroupFacts, ScalarTensor, torch_step
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import TensorRecord, new_tensor
@@ -87,7 +87,7 @@ class _Writing(DirectoryFiles):
         return self.optimizer in (None, optimizer)
 
     @cached_property
-    def held(self) -> dict[TensorKey, Held]:
+    def held(self) -> dict[TensorKey, TensorSource]:
         """Each tensor that is written: of a parameter with a master that, as its weight."""
         tensors, found = self.content.tensors, {}
         for key, held in tensors.items():

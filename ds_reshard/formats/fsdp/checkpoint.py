@@ -30,7 +30,7 @@ from ds_reshard.formats.fsdp.flat_parameters import (
     refuse,
 )
 from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
-from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
+from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
@@ -443,7 +443,7 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
             key = TensorKey(name=names.get(member, str(member)), kind=str(kind))
             shard = shard_of(path, key.name, value)
             if key.kind in (MASTER, WEIGHT):
-                faults.append(named_as_weight(path, f"{key.name}: {key.kind}"))
+                faults.append(weight_name_fault(path, f"{key.name}: {key.kind}"))
             elif shard is not None:
                 found[key] = shard
             elif value is None or isinstance(value, int | float):

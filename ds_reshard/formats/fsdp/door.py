@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ds_reshard.errors import Fault, UnsupportedLayout, error_of
 from ds_reshard.formats.fsdp.checkpoint import FsdpCheckpoint, extra_trees, list_fsdp, open_fsdp, survey_extra
 from ds_reshard.formats.fsdp.target import fsdp_target
-from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, Surveyed
+from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint, SurveyReport
 from ds_reshard.model.content import Content
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 TO = "fsdp"
 
@@ -17,7 +17,7 @@ TO = "fsdp"
 class OpenedFsdp(SavedCheckpoint):
     state: FsdpCheckpoint
 
-    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+    def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
         return fsdp_target(self.state, self.dp if asked.dp is None else asked.dp) if asked.to == TO else None
 
     def extra(self) -> Mapping[object, object] | None:
@@ -26,8 +26,8 @@ class OpenedFsdp(SavedCheckpoint):
             name: value for tree in trees if isinstance(tree, dict) for name, value in tree.items() if name != "rng"
         }
 
-    def uncompared(self, name: str) -> Iterator[str]:
-        yield from super().uncompared(name)
+    def uncompared_notes(self, name: str) -> Iterator[str]:
+        yield from super().uncompared_notes(name)
         if self.left_out():
             others = "nor is the schedule there with a folder of another format"
             yield f"the random states in {name}'s extra_state files are not compared, {others}"
@@ -38,7 +38,7 @@ class OpenedFsdp(SavedCheckpoint):
         return ()
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     mend = "--to dcp, which FSDP2 loads, or load it with ds_reshard.dcp.Reader"
     what = "is not converted to this: files of EasyR1 and verl are made of theirs alone"
     fault = UnsupportedLayout.fault(content.folder, what, found=f"--to {asked.to}", mend=mend)
@@ -50,7 +50,7 @@ FSDP = Format(
     list=list_fsdp,
     open=lambda listing: OpenedFsdp(open_fsdp(listing.folder), listing.nbytes),
     open_weights=lambda listing: OpenedFsdp(open_fsdp(listing.folder, optimizer=False), listing.nbytes),
-    survey=lambda listing: Surveyed(further=survey_extra(listing.folder)),
+    survey=lambda listing: SurveyReport(further=survey_extra(listing.folder)),
     writes={TO: _write},
     sized=frozenset({TO}),
 )

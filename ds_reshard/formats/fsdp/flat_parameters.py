@@ -25,7 +25,7 @@ from typing import NoReturn
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, UnsupportedLayout, error_of, raise_faults
-from ds_reshard.model.content import MASTER, WEIGHT, named_as_weight
+from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Cut, Placement, TensorKey
@@ -346,7 +346,7 @@ def _split(
                 continue
             for kind, value in kinds.items():
                 if str(kind) in (MASTER, WEIGHT):
-                    faults.append(named_as_weight(path, f"parameter {number}: {kind}"))
+                    faults.append(weight_name_fault(path, f"parameter {number}: {kind}"))
                     continue
                 if isinstance(value, TensorRecord) and value.shape != () and value.contiguous:
                     tensors.setdefault(number, {})[str(kind)] = value

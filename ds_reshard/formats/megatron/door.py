@@ -23,7 +23,7 @@ from ds_reshard.model.content import MASTER, WEIGHT, Content, Path
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.model.records import GlobalName
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 TO, TORCH = WRITES = ("megatron", "megatron-torch")
 
@@ -31,7 +31,7 @@ TO, TORCH = WRITES = ("megatron", "megatron-torch")
 class OpenedMegatron(SavedCheckpoint):
     framework = "Megatron-LM"
     state: TorchDist | TorchFormat
-    unproved_mend = (
+    mismatch_mend = (
         "Megatron-LM core 0.15 to 0.19 saves states that are shifted where a buffer has several buckets: save it again "
         "without --dist-ckpt-optim-fully-reshardable, or take the weights alone: convert --to safetensors"
     )
@@ -42,7 +42,7 @@ class OpenedMegatron(SavedCheckpoint):
         self.ep = _size(state, "expert_model_parallel_size") if state.arguments.get("num_experts") else None
         self.masters_are_cast = state.distributed
 
-    def unprovable(self) -> Iterator[Fault]:
+    def master_proof_faults(self) -> Iterator[Fault]:
         """Weights of a layer that are the same: were their states exchanged, nothing would show it.
 
         The order of Megatron's own layers was observed but for norms of queries and keys; that of Transformer Engine's
@@ -102,7 +102,7 @@ class OpenedMegatron(SavedCheckpoint):
             told.append("scales of fp8 layers (_extra_state) are left out")
         return tuple(told)
 
-    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+    def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
         """Its own format anew, with all that no other has a place for."""
         if asked.to not in WRITES:
             return None
@@ -112,14 +112,14 @@ class OpenedMegatron(SavedCheckpoint):
         shifts = self.state.shifts if isinstance(self.state, TorchDist) else None
         return _target(content, shown, asked, like, shifts)
 
-    def repaired(self) -> Checkpoint:
+    def repair(self) -> Checkpoint:
         if not isinstance(self.state, TorchDist) or self.state.flat or not self.state.distributed:
-            return super().repaired()
-        return OpenedMegatron(self.state.repaired(), self.files)
+            return super().repair()
+        return OpenedMegatron(self.state.repair(), self.files)
 
-    def mend_of(self, name: str) -> str:
+    def mismatch_mend_for(self, name: str) -> str:
         """For what Megatron-LM saves shifted, how much of it `repaired` puts back."""
-        return self._mends.get(name, self.unproved_mend)
+        return self._mends.get(name, self.mismatch_mend)
 
     @cached_property
     def _mends(self) -> dict[str, str]:
@@ -155,7 +155,7 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """Any content as a checkpoint of Megatron-LM, of the arguments that came along or those of --like."""
     raise_faults([*faults, *content.faults], subject=f"converting {content.folder} to {asked.to}")
     told = _megatron(asked, like)
@@ -168,7 +168,9 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     return replace(target, notes=(*target.notes, *notes, *content.notes))
 
 
-def _target(content: Content, shown: Shown, asked: Asked, like: Checkpoint | None, shifts: Shifts | None) -> Target:
+def _target(
+    content: Content, shown: Shown, asked: ConversionRequest, like: Checkpoint | None, shifts: Shifts | None
+) -> Target:
     told, dp = _megatron(asked, like), (content.ranks or 1) if asked.dp is None else asked.dp
     if asked.to == TO:
         return megatron_target(content, shown, dp, asked.ep, shifts)
@@ -182,7 +184,7 @@ def _target(content: Content, shown: Shown, asked: Asked, like: Checkpoint | Non
     return torch_format_target(content, shown, tp=tp, pp=pp, ep=ep, dp=dp, rows=known, step=step_of(content))
 
 
-def _megatron(asked: Asked, like: Checkpoint | None) -> OpenedMegatron | None:
+def _megatron(asked: ConversionRequest, like: Checkpoint | None) -> OpenedMegatron | None:
     if like is not None and not isinstance(like, OpenedMegatron):
         raise ConfigError(f"--like {asked.like}: is no checkpoint of Megatron-LM; name one, or leave it out")
     return like

@@ -19,7 +19,7 @@ from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.checkpoint import TRACKER, Chain, Group, arguments_of, iteration_name
 from ds_reshard.formats.megatron.optimizer import EXPERTS, odd_states
 from ds_reshard.formats.megatron.shifts import Shifts
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, Path
+from ds_reshard.model.content import MASTER, WEIGHT, Content, Path, TensorSource
 from ds_reshard.model.facts import GroupFacts, canonical, number_of
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
@@ -141,7 +141,7 @@ class _Writing(DirectoryFiles):
         return {buffer: bytes(box.numel * self.held[key].dtype.itemsize) for key, box, buffer in self._zeros()}
 
     @cached_property
-    def held(self) -> Mapping[TensorKey, Held]:
+    def held(self) -> Mapping[TensorKey, TensorSource]:
         return self.content.tensors
 
     @cached_property

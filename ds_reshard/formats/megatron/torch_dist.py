@@ -98,7 +98,7 @@ class TorchDist(SavedState):
         chained = len(self.chain or ()) > 1
         return find_shifts(self.directory, self.arguments, self.layout.placements, chained=chained)
 
-    def repaired(self) -> TorchDist:
+    def repair(self) -> TorchDist:
         """The same with every state where it belongs. Raises UnsupportedLayout, with every reason."""
         found, placements = self.find_shifts(), dict(self.layout.placements)
         raise_faults(found.faults, subject=f"repairing {self.folder}")

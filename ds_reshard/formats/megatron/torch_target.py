@@ -19,7 +19,7 @@ from ds_reshard.formats.megatron.flat_states import laid_out, size_of, unplaced,
 from ds_reshard.formats.megatron.optimizer import EXPERTS
 from ds_reshard.formats.megatron.target import Shown, chained, group_with
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE, LAYER, LOCAL, axis_of, boxes_of, odd_experts, places
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held
+from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource
 from ds_reshard.model.layout import Layout, Placement, TensorKey, Tile, tiled
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
@@ -216,7 +216,7 @@ class _Writing:
         return {key: self._placed(key, held) for key, held in tiles.items()}
 
     def _placed(self, key: TensorKey, tiles: Sequence[Tile]) -> Placement:
-        held: Held = self.content.tensors[key._replace(copy=0)]
+        held: TensorSource = self.content.tensors[key._replace(copy=0)]
         apart = self.ep > 1 and EXPERTS in f".{key.name}"
         shape, buffer = held.shape, str(key._replace(copy=0)) if key.kind == WEIGHT else _flat_name(key.kind, apart)
         if key.name in _VOCABULARY:

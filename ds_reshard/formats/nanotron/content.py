@@ -18,7 +18,7 @@ from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
 from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup, SavedScheduler
-from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, WEIGHT, Content, Held, Schedule
+from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, WEIGHT, Content, Schedule, TensorSource
 from ds_reshard.model.facts import (
     GroupFacts,
     OptimizerFacts,
@@ -72,17 +72,17 @@ METADATA = "nanotron"
 
 def content_of(checkpoint: NanotronCheckpoint) -> Content:
     """All of it; a parameter that was trained in float32 is its own master."""
-    tensors: dict[TensorKey, Held] = {}
+    tensors: dict[TensorKey, TensorSource] = {}
     for name, parameter in checkpoint.parameters.items():
         key = TensorKey(name=name, kind="weight")
-        weight = tensors[key] = Held(shape=parameter.shape, dtype=parameter.dtype, origin=key)
+        weight = tensors[key] = TensorSource(shape=parameter.shape, dtype=parameter.dtype, origin=key)
         stages = checkpoint.stages_of(name)
         kinds = checkpoint.stages[stages[0]].states[name] if stages else {}
         if kinds and MASTER not in kinds and parameter.dtype is ElementType.FLOAT32:
             tensors[TensorKey(name=name, kind=MASTER)] = weight
         for kind, tensor in kinds.items():
             key = TensorKey(name=name, kind=kind)
-            tensors[key] = Held(shape=parameter.shape, dtype=tensor.dtype, origin=key)
+            tensors[key] = TensorSource(shape=parameter.shape, dtype=tensor.dtype, origin=key)
     facts, schedule = _groups(checkpoint)
     metadata = checkpoint.metadata
     counters = {STEPS: metadata.step, SAMPLES: metadata.samples, METADATA: metadata.entries.get("metas")}
@@ -435,7 +435,7 @@ def _scheduler(
 
 
 def _adoption_notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]:
-    left = [name for name in content.own if name != METADATA]
+    left = [name for name in content.extra_entries if name != METADATA]
     if left:
         yield f"left out, as nanotron has no place for them: {', '.join(left)}"
     if content.schedule is None and SCHEDULER in content.entries:
@@ -451,5 +451,5 @@ def _adoption_notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]
     if content.batch_size != wanted:
         known = content.batch_size if content.batch_size is not None else "an unknown number of"
         yield f"the saving run's global batch was {known} samples, and that of config.yaml is {wanted}"
-    if METADATA not in content.own:
+    if METADATA not in content.extra_entries:
         yield f"the data goes on after sample {content.samples} of the one data stage of --like"

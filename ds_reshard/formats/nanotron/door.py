@@ -25,12 +25,12 @@ from ds_reshard.formats.nanotron.checkpoint import (
 from ds_reshard.formats.nanotron.content import adopt, content_of, digest_of
 from ds_reshard.formats.nanotron.names import LATEST, NanotronListing, is_nanotron, read_listing
 from ds_reshard.formats.nanotron.target import nanotron_target
-from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, Surveyed
+from ds_reshard.model.checkpoint import Checkpoint, Format, Listing, Shards, SurveyReport
 from ds_reshard.model.content import Content
 from ds_reshard.model.facts import describe as described
 from ds_reshard.model.index import Index
 from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 _ROLES = {"model": "model", "optimizer": "optimizer"}
 
@@ -137,7 +137,7 @@ class OpenedNanotron(Checkpoint):
     def content(self) -> Content:
         return content_of(self.checkpoint)
 
-    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+    def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
         if asked.to != TO:
             return None
         return nanotron_target(self.checkpoint, asked, _opened(asked, like))
@@ -148,7 +148,7 @@ class OpenedNanotron(Checkpoint):
         return {"": kept, "lr_scheduler": saved.schedulers[0].counters if saved.schedulers else {}}
 
 
-def _opened(asked: Asked, like: Checkpoint | None) -> NanotronCheckpoint | None:
+def _opened(asked: ConversionRequest, like: Checkpoint | None) -> NanotronCheckpoint | None:
     if like is None:
         return None
     if not isinstance(like, OpenedNanotron):
@@ -156,7 +156,7 @@ def _opened(asked: Asked, like: Checkpoint | None) -> NanotronCheckpoint | None:
     return like.checkpoint
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """Any content as a checkpoint of nanotron, arranged as that of `--like` is."""
     shown = _opened(asked, like)
     if shown is None:
@@ -195,7 +195,7 @@ NANOTRON = Format(
     open=lambda listing: OpenedNanotron(_nanotron(listing)),
     open_weights=_open_weights,
     describe=_describe,
-    survey=lambda listing: Surveyed(faults=tuple(try_open(_nanotron(listing)).faults)),
+    survey=lambda listing: SurveyReport(faults=tuple(try_open(_nanotron(listing)).faults)),
     writes={TO: _write},
     sized=frozenset({TO}),
     latest={LATEST: str},

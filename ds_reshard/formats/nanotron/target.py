@@ -34,7 +34,7 @@ from ds_reshard.model.content import Schedule
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
-from ds_reshard.model.target import Asked, Target, TargetFile, Unit
+from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
 
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
 
@@ -54,7 +54,7 @@ class Stage:
         return [name for _, group in self.groups for name in group.members]
 
 
-def _arranged(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> _Writing:
+def _arranged(source: NanotronCheckpoint, asked: ConversionRequest, like: NanotronCheckpoint | None) -> _Writing:
     """Raises UnsupportedLayout, with every reason, where the source does not tell how the target is arranged."""
     subject = f"converting {source.folder} to nanotron"
     topology, dp = _topology(source, asked, like)
@@ -78,7 +78,9 @@ def _arranged(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint
     return _Writing(source=source, topology=topology, dp=dp, stages=stages, parameters=parameters, homes=homes)
 
 
-def _topology(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None) -> tuple[Topology, int]:
+def _topology(
+    source: NanotronCheckpoint, asked: ConversionRequest, like: NanotronCheckpoint | None
+) -> tuple[Topology, int]:
     default = like if like is not None else source
     cut = default.topology.dp is not None if asked.zero_stage is None else asked.zero_stage > 0
     dp = asked.dp or default.metadata.dp
@@ -217,7 +219,9 @@ def kinds_of(source: NanotronCheckpoint, name: str) -> dict[str, ElementType]:
 WEIGHTS, TEXTS = "weights", "texts"
 
 
-def nanotron_target(source: NanotronCheckpoint, asked: Asked, like: NanotronCheckpoint | None = None) -> Target:
+def nanotron_target(
+    source: NanotronCheckpoint, asked: ConversionRequest, like: NanotronCheckpoint | None = None
+) -> Target:
     """The files of the same state at the topology that is asked for, or that `like` has.
 
     Raises UnsupportedLayout, with every reason, where the source does not tell how they are arranged.

@@ -25,7 +25,7 @@ from ds_reshard.containers.safetensors import read_header
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, fail, raise_faults
 from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
-from ds_reshard.model.content import MASTER, RENAME, SCHEDULER, STEPS, WEIGHT, Path, flattened, named_as_weight
+from ds_reshard.model.content import MASTER, RENAME, SCHEDULER, STEPS, WEIGHT, Path, flatten, weight_name_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
@@ -230,7 +230,7 @@ def _scheduler(folder: str) -> Iterator[tuple[Path, object]]:
     file = _single(folder, SCHEDULERS, "states of a scheduler")
     if file is not None:
         with open_archive(f"{folder}/{file}") as archive:
-            yield from flattened({SCHEDULER: archive.load()})
+            yield from flatten({SCHEDULER: archive.load()})
 
 
 def _optimizer(
@@ -337,7 +337,7 @@ def _unproved(
     for kind, value in kinds.items():
         shape = value.shape if isinstance(value, TensorRecord) else None
         if str(kind) in (MASTER, WEIGHT):
-            yield named_as_weight(path, f"{name}: {kind}")
+            yield weight_name_fault(path, f"{name}: {kind}")
         elif not _is_single(value, kind, weight) and shape != weight.shape:
             what = f"parameter {number} is not {name}: its {kind} is of another shape"
             mend = f"{_LIST} {NAMES} beside it"

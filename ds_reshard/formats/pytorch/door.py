@@ -9,23 +9,23 @@ from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
 from ds_reshard.formats.pytorch.weights import placed, safetensors, write_safetensors, write_torch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
-from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Held
+from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, TensorSource
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import new_tensor
-from ds_reshard.model.target import Asked, Target, TargetFile, Unit
+from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
 
 TO = "pytorch"
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """`model.safetensors`, or shards of 5 GB with their index, and `optimizer.pt`, its groups with their names.
 
     Weights are the fp32 masters where there are some: a plain optimizer trains the weights themselves.
     """
     faults = [*faults, *content.faults, *unwritable(content.weights), *_unheld(content)]
     raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
-    weights: dict[TensorKey, Held] = {}
+    weights: dict[TensorKey, TensorSource] = {}
     for name, held in content.weights.items():
         weights[TensorKey(name=name, kind=WEIGHT)] = content.trained.get(name, {}).get(MASTER, held)
     states = {key: held for key, held in content.tensors.items() if key.kind not in (MASTER, WEIGHT)}
@@ -45,7 +45,7 @@ def _unheld(content: Content) -> Iterator[Fault]:
     if content.facts is None:
         return
     mend = "--to safetensors for the weights; resume with the optimizer that saved it, or --to dcp"
-    for where in content.deeper:
+    for where in content.nested_states:
         what = "is a state or a value of the optimizer inside a dict or a list, for which optimizer.pt has no place"
         yield UnsupportedLayout.fault(where, what, mend=mend)
     members = {name for group in content.facts.groups for name in group.members}
@@ -88,8 +88,8 @@ def _beside(content: Content) -> Iterator[TargetFile]:
 
 
 def _left_out(content: Content) -> Iterator[str]:
-    if content.own or content.beside:
-        names = ", ".join([*content.own, *content.beside])
+    if content.extra_entries or content.beside:
+        names = ", ".join([*content.extra_entries, *content.beside])
         yield f"left out, as there is no file for them: {names}"
     for name, first in content.tied.items():
         yield f"{name} is tied to {first}, and is there under that name alone"

@@ -10,11 +10,11 @@ from functools import partial
 from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held
+from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Box
-from ds_reshard.model.target import Asked, Target, TargetFile, Unit
+from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
 
 _SIXTEEN = (ElementType.FLOAT16, ElementType.BFLOAT16)
 _FLOATS = (ElementType.FLOAT64, ElementType.FLOAT32, *_SIXTEEN)
@@ -29,7 +29,7 @@ class Safetensors:
     index: Mapping[str, str]
 
 
-def safetensors(weights: Mapping[TensorKey, Held]) -> Safetensors:
+def safetensors(weights: Mapping[TensorKey, TensorSource]) -> Safetensors:
     """The files of these weights, each a unit of its own."""
     nbytes = {key: Box.whole(held.shape).numel * held.dtype.itemsize for key, held in weights.items()}
     files, placements, units = shards(nbytes), dict[TensorKey, Placement](), list[Unit]()
@@ -42,7 +42,7 @@ def safetensors(weights: Mapping[TensorKey, Held]) -> Safetensors:
     return Safetensors(placements=placements, units=units, index=shard_index(files, nbytes))
 
 
-def placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, Placement]:
+def placed(tensors: Mapping[TensorKey, TensorSource], family: str) -> dict[TensorKey, Placement]:
     """Whole tensors in buffers of their own, in a family of one shard."""
     return {
         key: chunked(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
@@ -50,7 +50,9 @@ def placed(tensors: Mapping[TensorKey, Held], family: str) -> dict[TensorKey, Pl
     }
 
 
-def write_safetensors(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def write_safetensors(
+    content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]
+) -> Target:
     """Each weight in `asked.dtype`, from its fp32 master if there is one; else in the type that was trained in.
 
     Buffers keep their type. Tied weights are there once, under their first name, as safetensors has it.
@@ -67,9 +69,9 @@ def write_safetensors(content: Content, asked: Asked, like: Checkpoint | None, f
     )
 
 
-def write_torch(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def write_torch(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """`weight.pt`, a state dict of the module, and a file for each of `fp32`, `exp_avg` and every other state."""
-    kinds: dict[str, dict[TensorKey, Held]] = {WEIGHT: _weights(content, asked, faults)}
+    kinds: dict[str, dict[TensorKey, TensorSource]] = {WEIGHT: _weights(content, asked, faults)}
     for key, held in content.tensors.items():
         if key.kind != WEIGHT:
             kinds.setdefault(key.kind, {})[key] = held
@@ -89,7 +91,7 @@ def write_torch(content: Content, asked: Asked, like: Checkpoint | None, faults:
     )
 
 
-def _weights(content: Content, asked: Asked, faults: Sequence[Fault]) -> dict[TensorKey, Held]:
+def _weights(content: Content, asked: ConversionRequest, faults: Sequence[Fault]) -> dict[TensorKey, TensorSource]:
     """Every tensor of the module under its first name, as it is to be written."""
     dtype = ElementType.named(asked.dtype) if asked.dtype is not None else None
     held = content.weights.values()
@@ -100,7 +102,7 @@ def _weights(content: Content, asked: Asked, faults: Sequence[Fault]) -> dict[Te
         said = ("masters that are named, and of the weights' step", "; ".join(why) or "none")
         faults = [*faults, UnsupportedLayout.fault(content.folder, what, *said, mend=mend)]
     raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
-    found: dict[TensorKey, Held] = {}
+    found: dict[TensorKey, TensorSource] = {}
     for name, one in content.weights.items():
         if dtype not in (None, one.dtype) and one.dtype in _FLOATS and name not in content.buffers:
             master = content.trained.get(name, {}).get(MASTER, one)

@@ -15,7 +15,7 @@ from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates
 from ds_reshard.formats.zero.modules import by_number
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
-from ds_reshard.model.content import MASTER, WEIGHT, Content, Held, flattened, schedule_of
+from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource, flatten, schedule_of
 from ds_reshard.model.facts import ScalarTensor, canonical, exact_number
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
@@ -38,14 +38,14 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
     raise_faults(quantized_faults(model) if not own else (), subject=f"converting {checkpoint.listing.folder}")
     lacking = () if facts is None and weights_alone else tuple(lacking_of(checkpoint))
-    tensors: dict[TensorKey, Held] = {}
+    tensors: dict[TensorKey, TensorSource] = {}
     unsaved = _unsaved(checkpoint)
     firsts = {name: first for name, first in first_names(model).items() if name not in unsaved}
     for name, tensor in whole_tensors(model).items():
         if name in unsaved:
             continue
         key, master = TensorKey(name=name, kind=WEIGHT), TensorKey(name=name, kind=MASTER)
-        tensors[key] = Held(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
+        tensors[key] = TensorSource(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
     faults = map(strided_fault, sorted(set(firsts.values()) - {key.name for key in tensors}))
     raise_faults(list(faults) if not own else (), subject=f"converting {checkpoint.listing.folder}")
     order = group_order(checkpoint) if facts is not None else []
@@ -54,7 +54,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
             for kind in layout.kinds(name):
                 key = TensorKey(name=name, kind=kind)
                 if kind != WEIGHT:
-                    tensors[key] = Held(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
+                    tensors[key] = TensorSource(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
     entries, batch = model.entries, model.config.get("train_batch_size")
     kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
     buffers = {name: model.module[name] for name in sorted(model.buffer_names & model.module.keys())}
@@ -70,7 +70,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
         tied={name: first for name, first in firsts.items() if name != first},
         buffers=model.buffer_names,
         records=buffers,
-        objects=dict(flattened(kept)),
+        objects=dict(flatten(kept)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)) if facts is not None else None,
         batch_size=batch if type(batch) is int else None,
         faults=lacking,
@@ -120,7 +120,7 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
                 what = f"is a {value.dtype.label} tensor, which is no number of Python's"
                 yield _fault(f"param group {number}: {name}", what, "save it as a number")
     members = {name for group in groups for name in group.members}
-    for where in content.deeper:
+    for where in content.nested_states:
         what = "is a state or a value of the optimizer inside a dict or a list, for which DeepSpeed has no place"
         yield _fault(where, what, "resume it with the optimizer that saved it, or --to dcp")
     for name in sorted(members - trained.keys() - scalars.keys()):

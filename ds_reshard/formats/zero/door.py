@@ -29,7 +29,7 @@ from ds_reshard.formats.zero.stage0 import states, torch_optimizer
 from ds_reshard.formats.zero.target import DATA_FIRST, Saving
 from ds_reshard.formats.zero.tensor_parallel import unnamed
 from ds_reshard.formats.zero.universal_target import universal_target
-from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, Surveyed
+from ds_reshard.model.checkpoint import Checkpoint, Format, Shards, SurveyReport
 from ds_reshard.model.checkpoint import Listing as AnyListing
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content
 from ds_reshard.model.facts import GroupFacts, canonical, describe
@@ -38,7 +38,7 @@ from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Inspection
-from ds_reshard.model.target import Asked, Target
+from ds_reshard.model.target import ConversionRequest, Target
 
 UNIVERSAL = "universal"
 _NOTHING = ("lr_scheduler", "data_sampler", "random_ltd", "ds_autoep_layers")
@@ -58,7 +58,7 @@ class OpenedZero(Checkpoint):
         raise_faults(_nameless(zero), subject=f"checkpoint {listing.folder}")
         # Files of layers and experts tell no step, and none which experts a rank's states are of.
         self.masters_are_cast = bool(listing.layers or listing.experts or (zero.universal is not None and zero.rows))
-        self.unproved_mend = "restore all files of one save, or load another tag"
+        self.mismatch_mend = "restore all files of one save, or load another tag"
         self.folder, self.facts, self.ranks = listing.folder, zero.facts, zero.dp
         self.tp, self.pp, self.ep = zero.grid.tp, zero.grid.pp, zero.grid.ep
         self.layout = zero.layout
@@ -73,7 +73,7 @@ class OpenedZero(Checkpoint):
         )
         if zero.facts is None:
             self.optimizer = "names none (ZeRO stage 0): not compared"
-            self.nameless = zero.model.entries.get("optimizer")
+            self.unnamed_optimizer = zero.model.entries.get("optimizer")
         else:
             self.optimizer = "names its parameters"
 
@@ -95,14 +95,16 @@ class OpenedZero(Checkpoint):
         index = Index(self.layout, pieces)
 
         def compare() -> list[Fault]:
-            for column in self.zero.columns if self.states_alike else ():
+            for column in self.zero.columns if self.compare_scalar_states else ():
                 index.open(column.family, 0)  # whose values stand for all
-            mixed = compare_signatures(pieces.signatures, self.folder, states=self.states_alike)
+            mixed = compare_signatures(pieces.signatures, self.folder, states=self.compare_scalar_states)
             return [*mixed, *compare_prints(pieces.prints, self.folder)]
 
         return pieces, Shards(index=index, compare=compare)
 
-    def apart(self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]) -> Fault | None:
+    def replica_fault(
+        self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]
+    ) -> Fault | None:
         """Of stages, what is not tied may differ: as in a run, a copy that was never trained is left out."""
         if not holder.stage:
             return copy_fault(self.zero, key, holder.rank, found)
@@ -121,7 +123,7 @@ class OpenedZero(Checkpoint):
         mend = "where it is tied, restore all files of one save; else load it in a run with as many stages that have it"
         return CheckpointDamaged.fault(f"parameter {key}", what, "the same bytes", found, mend=mend)
 
-    def distinct(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
+    def independent_parts(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
         """The experts of each layer of `deepspeed.moe`."""
         layers: dict[str, dict[str, dict[str, list[TensorKey]]]] = {}
         for key in self.layout.placements:
@@ -144,7 +146,7 @@ class OpenedZero(Checkpoint):
         content = content_of(self.zero, weights_alone=self.weights_alone)
         return replace(content, notes=(*self.notes, *content.notes)) if self.zero.of_grid else content
 
-    def target(self, asked: Asked, like: Checkpoint | None) -> Target | None:
+    def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
         experts = any(expert_of(name) is not None for name in self.zero.model.trainable)
         if self.zero.of_grid or experts or asked.names is not None:
             return None  # a plain module's files are another format to a grid's, and to those of one of other names
@@ -170,10 +172,10 @@ class OpenedZero(Checkpoint):
         if family == MODEL and self.zero.listing.partitioned_model and shard < self.zero.dp:
             self.index.open(MODEL, shard)
 
-    def strided(self) -> dict[str, TensorRecord]:
+    def non_contiguous_weights(self) -> dict[str, TensorRecord]:
         return {name: one for name, one in self.zero.model.module.items() if one.numel and not one.contiguous}
 
-    def unnamed(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
+    def unnamed_tensors(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
         """What a stage-0 optimizer holds, which names no parameter; its state is numbered."""
         if self.zero.stage:
             return
@@ -184,12 +186,12 @@ class OpenedZero(Checkpoint):
                 if isinstance(value, TensorRecord):
                     yield TensorKey(name=f"optimizer state {number}", kind=str(kind)), value
 
-    def unstored(self, key: TensorKey) -> bool:
+    def stored_as_master_only(self, key: TensorKey) -> bool:
         if key.kind != WEIGHT or not (self.zero.listing.partitioned_model or self.zero.stages):
             return False
         return self.shared.get(key.name, key.name) in self.zero.model.trainable
 
-    def unfit(self, key: TensorKey) -> Iterator[Fault]:
+    def weight_faults(self, key: TensorKey) -> Iterator[Fault]:
         if key.name in self.zero.model.quantized:
             yield UnsupportedLayout.fault(key.name, QUANTIZED, mend="save with exclude_frozen_parameters=True")
         if self.zero.model.lagging and key.kind != WEIGHT:
@@ -210,10 +212,10 @@ class OpenedZero(Checkpoint):
             found.append(replace(group, hyperparameters=values) if name is not None else group)
         return tuple(found)
 
-    def uncompared(self, name: str) -> Iterator[str]:
+    def uncompared_notes(self, name: str) -> Iterator[str]:
         zero = self.zero
         weights = [TensorKey(name=parameter, kind="weight") for parameter in zero.model.trainable]
-        unstored = sum(self.unstored(key) and key not in self.layout for key in weights)
+        unstored = sum(self.stored_as_master_only(key) and key not in self.layout for key in weights)
         if unstored:
             yield (
                 f"the weights of {unstored} parameters are not stored in {name} (ZeRO 3): they are compared by their "
@@ -326,9 +328,9 @@ def _describe(listing: AnyListing) -> Inspection:
     return describe_survey(found, tag=listing.tag)
 
 
-def _survey(listing: AnyListing) -> Surveyed:
+def _survey(listing: AnyListing) -> SurveyReport:
     found = survey(_zero(listing))
-    return Surveyed(faults=found.faults, further=tuple(_steps(found)))
+    return SurveyReport(faults=found.faults, further=tuple(_steps(found)))
 
 
 def _steps(found: Survey) -> Iterator[Fault]:
@@ -351,7 +353,7 @@ def _steps(found: Survey) -> Iterator[Fault]:
                 )
 
 
-def _target(saving: Saving, asked: Asked, like: Checkpoint | None) -> Target:
+def _target(saving: Saving, asked: ConversionRequest, like: Checkpoint | None) -> Target:
     if asked.to == UNIVERSAL:
         return universal_target(saving)
     if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in saving.trained):
@@ -369,7 +371,7 @@ def _target(saving: Saving, asked: Asked, like: Checkpoint | None) -> Target:
     return zero_target(saving, asked.to, dp, tp=tp, like=shown, most=asked.sub_group_size)
 
 
-def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """Any content as DeepSpeed's files."""
     subject = f"converting {content.folder} to {asked.to}"
     if asked.dp is None and like is None and asked.to in FORMATS and content.ranks is None:
@@ -390,7 +392,7 @@ def _write(content: Content, asked: Asked, like: Checkpoint | None, faults: Sequ
     return replace(target, notes=(*target.notes, *notes))
 
 
-def _of_experts(content: Content, asked: Asked, shown: ZeroCheckpoint | None, subject: str) -> Content:
+def _of_experts(content: Content, asked: ConversionRequest, shown: ZeroCheckpoint | None, subject: str) -> Content:
     """The content with the param groups that the coming run has of experts."""
     sizes = {shown.dp // column.dp for column in shown.columns} - {1} or {1} if shown is not None else set()
     if asked.ep is not None and sizes and sizes != {asked.ep}:
@@ -407,7 +409,7 @@ def _of_experts(content: Content, asked: Asked, shown: ZeroCheckpoint | None, su
 _ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
 
 
-def _unscaled(saving: Saving, asked: Asked) -> Iterator[str]:
+def _unscaled(saving: Saving, asked: ConversionRequest) -> Iterator[str]:
     """What stage 3, which takes over any loss scale that it finds, and stops without one, does to a run in fp16."""
     if asked.to == "zero3" and "loss_scaler" not in saving.scaling:
         yield (
@@ -416,7 +418,7 @@ def _unscaled(saving: Saving, asked: Asked) -> Iterator[str]:
         )
 
 
-def _frozen(saving: Saving, asked: Asked) -> Iterator[str]:
+def _frozen(saving: Saving, asked: ConversionRequest) -> Iterator[str]:
     """What stage 3 is told of weights of which no file says whether they are frozen parameters or buffers.
 
     Tried with DeepSpeed 0.19.8: its stages 1 and 2 load either from the whole tensor in the module. Its stage 3 wants a
@@ -445,8 +447,8 @@ def _said(content: Content) -> Iterator[str]:
         yield "no file tells how many steps were made: global_steps is 0, where it has to be said"
     if content.batch_size is not None:
         yield f"the saving run's global batch was {content.batch_size} samples: train_batch_size {content.batch_size}"
-    if content.own:
-        yield f"entries of the saving run are in the client state: {', '.join(content.own)}"
+    if content.extra_entries:
+        yield f"entries of the saving run are in the client state: {', '.join(content.extra_entries)}"
     sizes = sorted({ep_of(group) for group in content.facts.groups} - {1}) if content.facts is not None else []
     if any(expert_of(name) is not None for name in content.trained):
         size = " and ".join(map(str, sizes)) or "1"

@@ -25,7 +25,7 @@ from ds_reshard.formats.zero.model_states import Kept, ModelStates, section
 from ds_reshard.formats.zero.modules import expert_of, layer_files, tied_key, ties_first
 from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, OptimizerTarget, Saving, make_buffers
 from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info, unnamed
-from ds_reshard.model.content import SCHEDULER, regrouped, regrouping_fault
+from ds_reshard.model.content import SCHEDULER, regrouping_fault, reorder_groups
 from ds_reshard.model.facts import GroupFacts, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey, in_parts
 from ds_reshard.model.region import Box, Shape
@@ -194,7 +194,7 @@ def _stages(saving: Saving, like: ZeroCheckpoint | None, kind: str) -> tuple[lis
                 what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
                 faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=AS_SAVED))
         order = [home[names[0]] for names in members]
-        placed, unknown = regrouped(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
+        placed, unknown = reorder_groups(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, where) for entry in unknown]
         entries = {
             "mp_world_size": len(like.stages),

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.modules import by_number, expert_of, experts_held, of_place
-from ds_reshard.model.content import SCHEDULER, Content, regrouped, with_groups
+from ds_reshard.model.content import SCHEDULER, Content, reorder_groups, with_groups
 from ds_reshard.model.facts import GroupFacts, canonical
 
 MAX_NUMEL = 178956971
@@ -53,8 +53,8 @@ def as_one_stage(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     again = [members[-1] for members in alike.values()]
     if number == len(groups) and not any(len(of) > 1 and max(of) > 1 for of in counts.values()):
         state = entries.get(SCHEDULER)
-        made, unknown = regrouped(state, one, number) if isinstance(state, dict) else (state, [])
-        other = regrouped(state, again, number)[0] if isinstance(state, dict) else state
+        made, unknown = reorder_groups(state, one, number) if isinstance(state, dict) else (state, [])
+        other = reorder_groups(state, again, number)[0] if isinstance(state, dict) else state
         if not unknown and canonical(made) == canonical(other):
             entries[SCHEDULER] = made
             groups = tuple(
@@ -216,7 +216,7 @@ def _joined_apart(content: Content, made: Sequence[GroupFacts], where: str) -> I
     texts = []
     for number, group in enumerate(saved):
         values = {key: value for key, value in (group.hyperparameters or {}).items() if key not in (_NAME, _MARK)}
-        texts.append(canonical([values, regrouped(state, [number], len(saved))[0]]))
+        texts.append(canonical([values, reorder_groups(state, [number], len(saved))[0]]))
     home = {name: texts[number] for number, group in enumerate(saved) for name in group.members}
     for group in made:
         first = group.members[0]

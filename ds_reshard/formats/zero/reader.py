@@ -67,7 +67,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     vocabularies,
 )
 from ds_reshard.formats.zero.universal import read_universal
-from ds_reshard.model.content import SCHEDULER, joined
+from ds_reshard.model.content import SCHEDULER, join_states
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
@@ -362,7 +362,7 @@ def _model(
     states = [stage.entries.get(SCHEDULER) for stage in stages]
     dicts = [state for state in states if isinstance(state, dict)]
     if len(stages) > 1 and len(dicts) == len(states):
-        entries[SCHEDULER], differing = joined(dicts, groups)
+        entries[SCHEDULER], differing = join_states(dicts, groups)
         what = "another stage's scheduler has another {}"
         faults += [damaged(first.path, what.format(key), "one", "two") for key in differing]
     return replace(

@@ -19,7 +19,7 @@ from ds_reshard.formats.zero.flat import by_key, in_one_shard
 from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, Saving
 from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info
-from ds_reshard.model.content import Held
+from ds_reshard.model.content import TensorSource
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
@@ -84,7 +84,7 @@ def _units(saving: Saving, units: list[list[TensorKey]], steps: Mapping[str, Sca
         yield Unit(family=TENSORS, shard=number, files=tuple(files))
 
 
-def _tensor(key: TensorKey, held: Held, division: Division | None) -> object:
+def _tensor(key: TensorKey, held: TensorSource, division: Division | None) -> object:
     return {"param": new_tensor(f"{key.kind}/{key.name}", held.shape, held.dtype), **_rule(key.name, division)}
 
 

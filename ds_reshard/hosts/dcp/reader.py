@@ -405,7 +405,7 @@ class Reader(StorageReader):
 
     def _fill(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
         shards = self._source.shards()
-        self._source.states_alike = any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
+        self._source.compare_scalar_states = any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
         filling = Filling(shards.index, cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
@@ -423,7 +423,7 @@ class Reader(StorageReader):
                     continue
                 if isinstance(entry, Stored):
                     target = planner.resolve_tensor(item).detach()
-                    faults += self._source.unfit(entry.source(element_type(target.dtype)))
+                    faults += self._source.weight_faults(entry.source(element_type(target.dtype)))
                     filling.add(item, entry, target)
                 elif isinstance(entry, Single) and (tensor := _filled(item, entry, planner)) is not None:
                     filling.singles.append((item, tensor, single(entry, tensor.dtype, cast=self._cast)))

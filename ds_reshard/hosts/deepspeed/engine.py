@@ -27,7 +27,7 @@ from ds_reshard.formats.zero.flat import Rule as CutRule
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.tensor_parallel import affine_maps
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
-from ds_reshard.model.live_run import LiveModule, LiveOptimizer, LiveRun, LiveTensor, Share, Unloaded
+from ds_reshard.model.live_run import LiveModule, LiveOptimizer, LiveRun, LiveTensor, LocalShard, Unloaded
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape
 from ds_reshard.model.rules import Rule
@@ -255,13 +255,13 @@ def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
     return {dim: sizes} if isinstance(dim, int) and isinstance(sizes, (list, tuple)) else {}
 
 
-def _expert_share(parameter: object) -> Share | None:
+def _expert_share(parameter: object) -> LocalShard | None:
     """The part of the whole parameter that this rank has of an AutoEP parameter, or None for any other parameter."""
     said = getattr(parameter, "ds_autoep_uc_meta", None)
     if said is None:
         return None
     shape = tuple(said["logical_shape"])
-    return Share(shape, expert_parts(shape, enumerate(said["local_experts"])))
+    return LocalShard(shape, expert_parts(shape, enumerate(said["local_experts"])))
 
 
 def live_grid(engine: DeepSpeedEngine) -> LiveGrid:

@@ -29,7 +29,7 @@ from ds_reshard.hosts.deepspeed.entries import unloaded_faults
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
-from ds_reshard.model.live_run import LiveTensor, Share
+from ds_reshard.model.live_run import LiveTensor, LocalShard
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Shape
 from ds_reshard.operations.ranks import rank
@@ -65,7 +65,7 @@ class Wants:
     faults: list[Fault] = field(default_factory=list)
     absent: list[str] = field(default_factory=list)
     shares: dict[tuple[int, int], Wants] = field(default_factory=dict)
-    divided: Mapping[str, Share] = field(default_factory=dict)
+    divided: Mapping[str, LocalShard] = field(default_factory=dict)
     wholes: set[str] = field(default_factory=set)
     _layouts: dict[int, Layout] = field(default_factory=dict)
 
@@ -144,7 +144,7 @@ class Wants:
         return made
 
 
-def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, Share], list[Fault]]:
+def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, LocalShard], list[Fault]]:
     """The parts that this rank has of parameters that are divided; empty if the checkpoint has the same parts."""
     if not checkpoint.rows or run.grid.row.size == 1:
         return {**run.shares, **_padded(run, checkpoint)}, []
@@ -168,13 +168,13 @@ def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, Share], l
                 f"parameter {name}", what, f"{held} elements", f"{prod(local[name])}", mend=mend
             )
             faults.append(fault)
-    own = {name: Share(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
+    own = {name: LocalShard(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
     return {
         name: own[owner] for owner, one in run.module.parameters().items() if owner in own for name in one.names
     }, faults
 
 
-def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, Share]:
+def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, LocalShard]:
     """Vocabularies with more rows in a run without tensor parallelism than were saved; the extra rows are padding.
 
     As the run's own patterns or rules say, by whose size the saved one must be. A run that says nothing has no more
@@ -192,7 +192,7 @@ def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, Share]:
             said[name] = divided(own, 0, [own[:1]], "saved", vocabulary=size)
             if not rank():
                 logger.warning("%s: its rows behind the saved vocabulary of %d are padding, and zeros", name, size)
-    return {name: Share(one.shape, one.ranks[0]) for name, one in said.items()}
+    return {name: LocalShard(one.shape, one.ranks[0]) for name, one in said.items()}
 
 
 def more_rows(checkpoint: AnyCheckpoint, shapes: Mapping[str, Shape]) -> dict[str, int]:

@@ -51,12 +51,12 @@ from ds_reshard.hosts.deepspeed.load_targets import (
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
 from ds_reshard.model.checkpoint import Shards
-from ds_reshard.model.content import MASTER, WEIGHT, regrouped, regrouping_fault
+from ds_reshard.model.content import MASTER, WEIGHT, regrouping_fault, reorder_groups
 from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
 from ds_reshard.model.gc_pause import uncollected
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
-from ds_reshard.model.live_run import LiveTensor, Share
+from ds_reshard.model.live_run import LiveTensor, LocalShard
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.ranks import rank
 from ds_reshard.planning.plan import Plan
@@ -320,7 +320,7 @@ def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:
     return tuple(gaps) if gaps and any(gaps) else None
 
 
-def live_model(run: Run, divided: Mapping[str, Share]) -> LiveModel:
+def live_model(run: Run, divided: Mapping[str, LocalShard]) -> LiveModel:
     """Names and shapes of the run's module, whole ones of what is divided."""
     live, shapes = run.optimizer, run.module.shapes()
     trained = {one.names[0] for one in run.module.tensors if one.trainable}
@@ -481,9 +481,9 @@ class SavedGroups:
             order.append(found[0] if found else min(number, saved - 1))
             joined.append(found or [order[-1]])
         lasts = [found[-1] for found in joined]
-        made, unknown = regrouped(state, order, saved)
+        made, unknown = reorder_groups(state, order, saved)
         faults = [regrouping_fault(name, "lr_scheduler of this run") for name in unknown]
-        differ = lasts != order and canonical(made) != canonical(regrouped(state, lasts, saved)[0])
+        differ = lasts != order and canonical(made) != canonical(reorder_groups(state, lasts, saved)[0])
         if differ and "lr" not in replaced:
             faults.append(
                 ParamGroupMismatch.fault(

@@ -35,7 +35,7 @@ from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.live import ParallelContext, experts_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, Held
+from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, TensorSource
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape, regions_of
@@ -366,7 +366,7 @@ def lacks_schedule(foreign: Foreign, policy: ResumePolicy) -> bool:
     return foreign.position is None or foreign.content.schedule is None
 
 
-def states_of(foreign: Foreign, *, masters: bool) -> dict[str, dict[str, Held]]:
+def states_of(foreign: Foreign, *, masters: bool) -> dict[str, dict[str, TensorSource]]:
     """The trained parameters with their states; masters only where they are wanted, or are no copy of the weight."""
     weights = foreign.content.weights
     return {

@@ -51,7 +51,7 @@ from ds_reshard.hosts.nanotron.load import (
     values_of,
 )
 from ds_reshard.model.checkpoint import Shards
-from ds_reshard.model.content import Held
+from ds_reshard.model.content import TensorSource
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
@@ -86,7 +86,7 @@ class Saved:
 
     folder: str
     shapes: Mapping[str, Shape]
-    states: Mapping[str, Mapping[str, Held]]
+    states: Mapping[str, Mapping[str, TensorSource]]
     facts: OptimizerFacts
     shards: Shards
     own: NanotronCheckpoint | None = None
@@ -464,7 +464,7 @@ def _open(listing: NanotronListing) -> Saved:
     shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
     states = {
         name: {
-            kind: Held(shape=shapes[name], dtype=one.dtype, origin=TensorKey(name=name, kind=kind))
+            kind: TensorSource(shape=shapes[name], dtype=one.dtype, origin=TensorKey(name=name, kind=kind))
             for kind, one in kinds.items()
         }
         for stage in reversed(checkpoint.stages)
