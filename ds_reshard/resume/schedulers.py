@@ -155,24 +155,6 @@ def innermost(wrapper: object) -> object:
     return wrapper
 
 
-def has_moments(optimizer: object, *, steps: bool = False) -> bool:
-    """Whether a state of an optimizer on this rank, of more than one value, is other than zero; a meta one never is.
-
-    With `steps` also whether a single value is, as a count of steps.
-    """
-    states = getattr(innermost(optimizer), "state", None)
-    entries = states.values() if isinstance(states, Mapping) else ()
-    values = [value for entry in entries if isinstance(entry, Mapping) for value in entry.values()]
-    if steps and any(bool(value) for value in values if not getattr(value, "shape", ())):
-        return True
-    looks = (getattr(value, "any", None) for value in values if _is_held(value))
-    return any(bool(look()) for look in looks if callable(look))
-
-
-def _is_held(value: object) -> bool:
-    return bool(len(getattr(value, "shape", ()))) and not getattr(value, "is_meta", False)
-
-
 class Beginning:
     """A scheduler as it was when its run began, to be put at any position of its own schedule.
 

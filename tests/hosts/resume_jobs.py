@@ -7,6 +7,7 @@ what stands in a group at another moment, is not what was used.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import logging
@@ -20,6 +21,8 @@ import jobs
 import logs
 import torch
 from cases import Run, ds_config
+
+from ds_reshard.resume.schedulers import innermost
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class Setup:
     policy: dict[str, Any] = field(default_factory=dict)
     tensor_lr: bool = False
     exchanged: bool = False
+    verify: str = ""
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -80,6 +84,8 @@ def config_of(setup: Setup) -> dict[str, Any]:
     config["gradient_clipping"] = setup.clip
     if setup.policy:
         config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
+    if setup.verify:
+        config["ds_reshard"] = {**config.get("ds_reshard", {}), "reshard": {"verify": setup.verify}}
     if setup.json:
         params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
         config.setdefault("optimizer", {"type": "AdamW", "params": {**params, "torch_adam": True}})
@@ -169,6 +175,12 @@ def uninterrupted(setup: Setup, steps: int, more: int = 3) -> list[list[dict[str
     return used(make(setup), 0, steps + more)[steps:]
 
 
+def _spoil(method: str, optimizer: Any) -> None:
+    for states in optimizer.state.values():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            getattr(states[kind], method)()
+
+
 def resume(
     setup: Setup,
     folder: str,
@@ -180,10 +192,12 @@ def resume(
     weights_after: bool = False,
     dead_proxy: bool = False,
     stepped: int = 0,
+    spoil: str = "",
 ) -> dict[str, Any]:
     """Load under the setup's policy and the flags; what is held then, and what the next steps use.
 
-    A run that has `stepped` has asked for a checkpoint before, and found none.
+    A run that has `stepped` has asked for a checkpoint before, and found none. The name of a tensor's method, as
+    `zero_`, spoils the last rank's moments by it as soon as its optimizer has taken them.
     """
     import ds_reshard
     from ds_reshard.resume import policy_sources
@@ -196,6 +210,8 @@ def resume(
         jobs.train(engine, 50, stepped)
     before = jobs.contents(engine)
     policy_sources.forget()
+    if spoil and torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        innermost(engine.optimizer).register_load_state_dict_post_hook(functools.partial(_spoil, spoil))
     try:
         if flags is not None:
             _parse(flags)

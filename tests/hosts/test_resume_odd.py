@@ -190,3 +190,27 @@ def test_rows_of_what_is_alike_are_looked_at(worlds: Any, tmp_path: Path, now: R
         "from weights",
         "as before this load",
     )
+
+
+@pytest.mark.parametrize(("spoil", "left"), [("zero_", "anew"), ("uniform_", "not those of the checkpoint")])
+def test_moments_that_a_hook_changes_are_told(worlds: Any, kept: Any, spoil: str, left: str) -> None:
+    """What the optimizer was given is compared with what it holds: at a changed layout on every rank, by an error."""
+    folder, _ = kept(Setup(run=Run(2, 2)))
+    for run in (Run(1, 2), Run(3, 2), Run(0, 1)):
+        for refused in resume(worlds, Setup(run=run), folder, spoil=spoil):
+            assert refused["error"] == "FingerprintMismatch", refused.get("text")
+            assert f"exp_avg, exp_avg_sq in the optimizer of rank {run.dp - 1} have changed" in refused["text"]
+    loaded = resume(worlds, Setup(run=Run(1, 1), verify="off"), folder, spoil=spoil)
+    assert loaded[0]["error"] is None, loaded[0].get("text")
+    assert {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}["moments"] == left
+
+
+@pytest.mark.parametrize(("spoil", "left"), [("zero_", "anew"), ("uniform_", "not those of the checkpoint")])
+def test_moments_that_a_hook_changes_as_deepspeed_loads_are_told(worlds: Any, kept: Any, spoil: str, left: str) -> None:
+    folder, _ = kept(Setup(run=Run(2, 1)))
+    for policy in ({}, {"scheduler": "override"}):
+        loaded = resume(worlds, Setup(run=Run(2, 1), policy=policy), folder, spoil=spoil)
+        if policy:
+            assert loaded[0]["error"] == "FingerprintMismatch", loaded[0].get("text")
+        else:
+            assert {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}["moments"] == left

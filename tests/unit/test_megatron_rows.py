@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_reshard.hosts.megatron.group_values import note_loaded
+from ds_reshard.hosts.megatron.group_values import changed_moments, note_loaded
 from ds_reshard.hosts.megatron.report import measured
 
 
@@ -43,3 +43,14 @@ def test_rows_are_looked_at(apart, finer, moment, loaded, masters, moments):
 def test_a_rank_without_parameters_says_so():
     left = measured(SimpleNamespace(optimizer=None, random=None))
     assert (left.masters, left.moments) == ("none on this rank", "none on this rank")
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [(2.0, "not those of the checkpoint"), (0.0, "zero"), (1.0, "from the checkpoint")]
+)
+def test_moments_that_have_changed_since_are_not_the_checkpoints(to, said):
+    part = _part(apart=True, finer=1e-3, moment=1.0, loaded=True)
+    (state,) = part.optimizer.state.values()
+    state["exp_avg"].fill_(to)
+    assert measured(SimpleNamespace(optimizer=part, random=None)).moments == said
+    assert changed_moments(part) == ([] if to == 1.0 else ["exp_avg"])

@@ -73,6 +73,7 @@ from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
+from ds_reshard.resume.states import given
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
@@ -154,11 +155,12 @@ def _load(
         found, decision = agree_on_loader(engine, mine, request, tag, steps)
     assert mine is not None and decision.resume is not None
     resume, tag = decision.resume, found.tag or tag
-    if decision.prepared is not None:
-        return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
-    with phase("deepspeed"):
-        result = _by_deepspeed(engine, call, resume.request, tag)
-    return resume.report(resume.after_deepspeed(result))
+    with given(engine.optimizer) as resume.given:
+        if decision.prepared is not None:
+            return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
+        with phase("deepspeed"):
+            result = _by_deepspeed(engine, call, resume.request, tag)
+        return resume.report(resume.after_deepspeed(result))
 
 
 @uncollected()
@@ -263,9 +265,7 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
     if mine is None:
         return made
     policy = _policy(mine, found)
-    made.resume = resume = steps.take(
-        lambda: Resume(engine, policy, request, prove=mine.settings.prove), subject=subject
-    )
+    made.resume = resume = steps.take(lambda: Resume(engine, policy, request, mine.settings), subject=subject)
     if resume is None:
         return made
     steps.take(resume.refuse, subject=subject)

@@ -41,7 +41,7 @@ from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
 from ds_reshard.resume.report import ANEW, EQUAL_TO_WEIGHTS, FROM_CHECKPOINT, MASTERS, MOMENTS
 from ds_reshard.resume.scheduler_policy import SavedValues
-from ds_reshard.resume.schedulers import has_moments
+from ds_reshard.resume.states import OTHERS, Samples, has_moments
 
 if TYPE_CHECKING:
     import torch
@@ -485,16 +485,24 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
 
 
 _KEPT = "as before this load"
+BY_DEEPSPEED = "not zero, as DeepSpeed left them"
 
 
-def states_left(engine: DeepSpeedEngine, request: Request, saved: SavedValues) -> dict[str, str]:
+def states_left(engine: DeepSpeedEngine, request: Request, saved: SavedValues, given: Samples) -> dict[str, str]:
     """Whose the masters and the moments of this rank are after a load, by the rows of its report.
 
-    By what is in the engine; what was asked for tells whose moments are that are other than zero.
+    By what is in the engine, compared with what its optimizer was `given`; DeepSpeed copies some states past that.
     """
     masters = _masters_left(engine, loaded=request.load_optimizer and saved.has(MASTERS))
-    moments = FROM_CHECKPOINT if request.load_moments and saved.has(MOMENTS) else _KEPT
-    return {MASTERS: masters, MOMENTS: moments if has_moments(engine.optimizer) else ANEW[MOMENTS]}
+    return {MASTERS: masters, MOMENTS: _moments_left(engine, given, loaded=request.load_moments and saved.has(MOMENTS))}
+
+
+def _moments_left(engine: DeepSpeedEngine, given: Samples, *, loaded: bool) -> str:
+    if not has_moments(engine.optimizer):
+        return ANEW[MOMENTS]
+    if given:
+        return FROM_CHECKPOINT if not given.differing() else OTHERS
+    return BY_DEEPSPEED if loaded else _KEPT
 
 
 def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:

@@ -26,7 +26,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import ConfigError, Fault, FingerprintMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, sequence_ranks
 from ds_reshard.hooks import Call
 from ds_reshard.hooks.installation import REGISTRY
@@ -58,6 +58,7 @@ from ds_reshard.resume.report import (
 )
 from ds_reshard.resume.scheduler_policy import BOUNDS, SCHEDULED, SavedValues, ScheduleResume
 from ds_reshard.resume.schedulers import DEEPSPEED, Beginning, innermost, position_in, position_of, set_groups
+from ds_reshard.resume.states import CHANGED, Samples
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler
@@ -218,17 +219,19 @@ class Resume:
     """One load under a policy, and what is remembered of it; nothing here keeps the engine alive.
 
     `request` is what the policy asks of the load, `proof` says how many tensors were proved, if that was asked for.
-    `before` has iteration, samples and position just before the load. Once it is done `saved` has the checkpoint's
-    facts, `iteration` is the one that it left, `states` says whose masters and moments, and `external` has the
-    schedulers beside the engine that have taken a state since, with its position.
+    `before` has iteration, samples and position just before the load. `given` samples what the optimizer is given
+    during the load. Once it is done `saved` has the checkpoint's facts, `iteration` is the one that it left, `states`
+    says whose masters and moments, and `external` has the schedulers beside the engine that have taken a state since,
+    with its position.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, *, prove: bool) -> None:
+    def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, settings: Settings) -> None:
         self.policy, self.request = policy, restrict(request, policy)
-        self.proof = LEFT_TO_DEEPSPEED if prove else None
+        self.proof = LEFT_TO_DEEPSPEED if settings.prove else None
         self.saved: SavedValues | None = None
         self.iteration = 0
         self.states: Mapping[str, str] | None = None
+        self.checks, self.given = settings.checksum, Samples()
         self.external: ByScheduler[int | None] = ByScheduler()
         self.before: tuple[int, int, int | None] = (0, 0, None)
         self._ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
@@ -302,6 +305,9 @@ class Resume:
         if self.policy.is_default:
             self._apply()
             run_values(self._engine).last = self
+            _, faults, _ = attempt(self._refuse_others)
+            for fault in faults:
+                logger.error("%s", fault.line())
         else:
             refuse_use(self._engine, f"the resume policy was not applied after {self._subject}")
             self.apply(Steps())
@@ -312,9 +318,18 @@ class Resume:
         """Apply the policy to the engine that was loaded, once all ranks' steps have gone well. Collective."""
         if not self._arguments.module_only:
             steps.take(self._apply, subject=self._subject)
+            steps.take(self._refuse_others, subject=self._subject)
         steps.agree()
         if not self._arguments.module_only:
             run_values(self._engine).last = self
+
+    def _refuse_others(self) -> None:
+        """Raise FingerprintMismatch where the optimizer of this rank does not hold the states that it was given."""
+        if self.checks and (kinds := self.given.differing()):
+            what = f"{', '.join(kinds)} in the optimizer of rank {rank()} have changed since they were loaded"
+            mend = f'{CHANGED}; if it is to, load once with "reshard": {{"verify": "off"}}'
+            fault = FingerprintMismatch.fault(self._arguments.load_dir, what, mend=mend)
+            raise_faults([fault], subject=self._subject)
 
     def _apply(self) -> None:
         engine, policy = self._engine, self.policy
@@ -365,7 +380,7 @@ class Resume:
         """Rank 0: publish the report of the load, or anew as an external scheduler has taken a state since."""
         assert self.saved is not None, "the load has noted it"
         if scheduler is None:
-            self.states = states_left(self._engine, self.request, self.saved)
+            self.states = states_left(self._engine, self.request, self.saved, self.given)
         table = report(self._engine)
         if scheduler is None:
             logger.info("%s", table)

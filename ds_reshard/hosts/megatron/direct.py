@@ -190,7 +190,6 @@ class Taken:
         for part in parts:
             part.load_state_dict(self._state(part))
             allocate(part)
-            note_loaded(part, True)
         states = {
             f"{number} {kind}": held.detach()
             for number, share in enumerate(self.shares)
@@ -199,6 +198,8 @@ class Taken:
         }
         one_copy = all(map(is_distributed, parts))
         fill(self.states.plan(), states, replica=0 if one_copy else replica, subject=subject)
+        for part in parts:
+            note_loaded(part, True)
 
 
 def _apart(share: Share, kind: str) -> bool:

@@ -8,9 +8,10 @@ from typing import cast
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
-from ds_reshard.hosts.megatron.live import Group, Optimizer, as_number, leaves, live_groups
+from ds_reshard.hosts.megatron.live import Group, Optimizer, TorchOptimizer, as_number, leaves, live_groups
 from ds_reshard.resume.megatron import OVERRIDE, mismatch
 from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.states import Samples
 
 _REMEMBERED = "_ds_reshard_groups"
 _LOADED = "_ds_reshard_loaded"
@@ -65,14 +66,25 @@ def restore_groups(optimizer: Optimizer, saved: Sequence[Group] | None) -> None:
 
 
 def note_loaded(optimizer: Optimizer, loaded: bool) -> None:
-    """Note on an optimizer whether its state is a checkpoint's, until its next step."""
-    setattr(optimizer, _LOADED, _steps(optimizer) if loaded else None)
+    """Note on an optimizer whether its state is a checkpoint's, until its next step, and samples of its moments."""
+    samples = Samples()
+    for inner in _with_inside(optimizer) if loaded else ():
+        for param, entry in inner.state.items():
+            for kind in entry.keys() - set(_MASTERS):
+                samples.take(inner, param, kind, entry[kind])
+    setattr(optimizer, _LOADED, (_steps(optimizer), samples) if loaded else None)
 
 
 def is_loaded(optimizer: Optimizer) -> bool:
     """Whether a checkpoint's state was put into an optimizer, and it has not stepped since."""
-    steps = getattr(optimizer, _LOADED, None)
+    steps, _ = getattr(optimizer, _LOADED, None) or (None, None)
     return steps is not None and steps == _steps(optimizer)
+
+
+def changed_moments(optimizer: Optimizer) -> list[str]:
+    """The kinds of moments of a loaded optimizer that are not what the checkpoint's state had put there."""
+    _, samples = getattr(optimizer, _LOADED, None) or (None, Samples())
+    return samples.differing() if is_loaded(optimizer) else []
 
 
 def _steps(optimizer: Optimizer) -> list[object]:
@@ -197,13 +209,17 @@ def is_fresh(optimizer: Optimizer) -> bool:
 
 def _counted(optimizer: Optimizer) -> Iterator[tuple[dict[str, object], str, object]]:
     """Every moment and step count, with where it lies; an optimizer with others inside keeps copies there."""
-    inner = optimizer.optimizer
-    for one in (inner, *getattr(inner, "sub_optimizers", ())):
+    for one in _with_inside(optimizer):
         entries = [(entry, name) for entry in one.state.values() for name in entry if name not in _MASTERS]
         for holder, name in (*entries, *((group, "step") for group in one.param_groups if "step" in group)):
             value = holder[name]
             if hasattr(value, "zero_") or (isinstance(value, int | float) and not isinstance(value, bool)):
                 yield holder, name, value
+
+
+def _with_inside(optimizer: Optimizer) -> Iterator[TorchOptimizer]:
+    assert optimizer.optimizer is not None, "leaves() leaves out what has no torch optimizer"
+    yield from (optimizer.optimizer, *getattr(optimizer.optimizer, "sub_optimizers", ()))
 
 
 def place_steps(optimizer: Optimizer, states: Mapping[object, object], groups: Sequence[Group]) -> dict[object, object]:

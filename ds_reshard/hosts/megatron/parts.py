@@ -26,6 +26,7 @@ from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
     hyperparameter_faults,
+    is_loaded,
     masters_faults,
     note_loaded,
     place_steps,
@@ -300,6 +301,8 @@ def without_optimizer(load: Load) -> None:
 def load_parameter_state(optimizer: Optimizer, original: Callable[[], object]) -> tuple[object, Load | None]:
     """The rest of a distributed optimizer's state, which comes after `load_state_dict` and overwrites fresh moments."""
     answer = original()
+    if optimizer.optimizer is not None and is_loaded(optimizer):
+        note_loaded(optimizer, True)
     if current() is not None or optimizer.optimizer is None:
         return answer, None
     load = _own_load(optimizer, None, scheduler_of(optimizer))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
-from ds_reshard.hosts.megatron.group_values import is_fresh, is_loaded, remembered
+from ds_reshard.hosts.megatron.group_values import changed_moments, is_fresh, is_loaded, remembered
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE
 from ds_reshard.hosts.megatron.live import Group, Load, Optimizer, Scheduler, as_number, leaves, live_groups
 from ds_reshard.hosts.megatron.parts import POSITION, live_schedule, run_schedule
@@ -27,6 +27,7 @@ from ds_reshard.resume.report import (
     publish_or_log,
     say_applied,
 )
+from ds_reshard.resume.states import OTHERS
 
 logger = logging.getLogger("ds_reshard")
 
@@ -65,7 +66,11 @@ def measured(load: Load) -> Left:
 
 
 def _moments(part: Optimizer) -> str:
-    return _ZERO if is_fresh(part) else _FROM_CHECKPOINT if is_loaded(part) else _KEPT
+    if is_fresh(part):
+        return _ZERO
+    if changed_moments(part):
+        return OTHERS
+    return _FROM_CHECKPOINT if is_loaded(part) else _KEPT
 
 
 def _masters(part: Optimizer) -> str:

@@ -31,6 +31,7 @@ from ds_reshard.containers.torch_zip import digest_of
 from ds_reshard.errors import (
     ConfigError,
     Fault,
+    FingerprintMismatch,
     InternalError,
     ModelMismatch,
     ReshardError,
@@ -46,6 +47,7 @@ from ds_reshard.formats.megatron.torch_format import FLAT_FILE, is_torch_format
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.direct import take
 from ds_reshard.hosts.megatron.group_values import (
+    changed_moments,
     fresh_moments,
     group_differences,
     hyperparameter_faults,
@@ -67,13 +69,14 @@ from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
 from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, vocabulary_faults
-from ds_reshard.operations.ranks import agree_files, attempt, of_all
+from ds_reshard.operations.ranks import agree, agree_files, attempt, of_all, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
 from ds_reshard.resume.report import because
+from ds_reshard.resume.states import CHANGED
 
 logger = logging.getLogger("ds_reshard")
 
@@ -130,6 +133,7 @@ def _load(load: Load, call: Call, arguments: Namespace) -> Result:
             fresh_moments(part)
     iteration = _counters(load, arguments, iteration)
     _verify(load)
+    agree(_changed(load), subject=f"loading {load.where}")
     publish_training(load, arguments, iteration)
     return iteration, operations
 
@@ -218,6 +222,13 @@ def _verify(load: Load) -> None:
                 f"{load.where}: param group {index} has lr and weight decay {found} after the load, its schedule says "
                 f"{wanted}; report this with the resume flags that were given"
             )
+
+
+def _changed(load: Load) -> list[Fault]:
+    """A fault where the optimizers of this rank no longer hold the moments that the load had put there."""
+    kinds = sorted({kind for part in leaves(load.optimizer) for kind in changed_moments(part)})
+    what = f"{', '.join(kinds)} in the optimizer of rank {rank()} have changed since they were loaded"
+    return [FingerprintMismatch.fault(load.where, what, mend=CHANGED)] if kinds else []
 
 
 _BY_NAME = ("GLOBAL", "LOCAL")

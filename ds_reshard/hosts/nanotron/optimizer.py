@@ -62,7 +62,7 @@ from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import EQUAL_TO_WEIGHTS, batch_size_warning, because
-from ds_reshard.resume.schedulers import has_moments
+from ds_reshard.resume.states import has_moments
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -146,6 +146,22 @@ def refused(
     return ended(lambda: _setup(f"{arguments} {own[number] if own is not None else ''}"))
 
 
+def spoiled(arguments: str, spoil: str) -> dict[str, Any]:
+    """A load after which a tensor's method `spoil` changes the moments of the last rank, just before it is reported."""
+    from ds_reshard.hosts.megatron import training
+
+    verify = training._verify
+
+    def then(load: Any) -> None:
+        verify(load)
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            for _, _, held in _states(load.optimizer):
+                getattr(held["exp_avg"], spoil)()
+
+    training._verify = then
+    return refused(arguments)
+
+
 def wrong(models: Any, optimizer: Any) -> list[str]:
     """Tensors that are not what the rule says; rows that pad the vocabulary may be anything."""
     from megatron.training import get_args

@@ -145,3 +145,18 @@ def test_a_loop_of_ones_own_reports_what_it_has_loaded(loops: Loops, kind: str, 
         rows = {row["name"]: row["used"] for row in told["report"]["rows"]}
         alone = "as before this load" if sharded_files else "zero"  # read in place, before anything of ours was called
         assert rows["moments and step"] == (alone if len(order) == 1 else "from the checkpoint")
+
+
+@pytest.mark.parametrize("spoil", ["zero_", "normal_"])
+@pytest.mark.parametrize(
+    ("arguments", "form", "flags"),
+    [(SHARDED, "buckets", ""), (SHARDED, "torch", ""), (SHARDED, "torch", "--ds-reshard-always"), (BF16, "plain", "")],
+)
+def test_moments_that_were_changed_before_the_report(
+    folders: Folder, releases: Any, arguments: str, form: str, flags: str, spoil: str
+) -> None:
+    """What was loaded is compared with what is there, whoever has loaded it: an error on every rank."""
+    load = f"{arguments} --load {folders('0.19.2', arguments, form)} {flags}"
+    for told in releases["0.19.2"].run("load_jobs:spoiled", arguments=load, spoil=spoil):
+        assert told["refused"] == "FingerprintMismatch", told
+        assert "exp_avg in the optimizer of rank 0 have changed since they were loaded" in told["message"]
