@@ -40,14 +40,14 @@ def test_functions_are_under_70_lines() -> None:
 
 BUDGETS = {
     "model, planning": (("model", "planning"), 3720),
-    "execution": (("execution",), 2800),
+    "execution": (("execution",), 2900),
     "containers": (("containers",), 6600),
     "formats/zero": (("formats/zero",), 7250),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5240),
     "hosts/deepspeed": (("hosts/deepspeed",), 6960),
     "other hosts": (("hosts",), 11380),
-    "resume, hooks, cli, testing, top": ((".",), 7440),
+    "resume, hooks, cli, testing, top": ((".",), 7320),
 }
 """The lines that each room may have. A step that makes a room smaller lowers its budget."""
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_reshard.resume.states import given
+from ds_reshard.execution.states import given
 
 
 def _trained() -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:

@@ -30,6 +30,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
+from ds_reshard.execution.states import given
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
@@ -73,7 +74,6 @@ from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
-from ds_reshard.resume.states import given
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine

@@ -18,6 +18,7 @@ from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
+from ds_reshard.execution.states import OTHERS, Samples, has_moments
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.hosts.deepspeed.engine import (
     EXTRA_STATE,
@@ -41,7 +42,6 @@ from ds_reshard.operations.ranks import Steps, answered, rank, read_together
 from ds_reshard.planning.plan import matched
 from ds_reshard.resume.report import ANEW, EQUAL_TO_WEIGHTS, FROM_CHECKPOINT, MASTERS, MOMENTS
 from ds_reshard.resume.scheduler_policy import SavedValues
-from ds_reshard.resume.states import OTHERS, Samples, has_moments
 
 if TYPE_CHECKING:
     import torch

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, FingerprintMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.execution.states import CHANGED, Samples
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, sequence_ranks
 from ds_reshard.hooks import Call
 from ds_reshard.hooks.installation import REGISTRY
@@ -58,7 +59,6 @@ from ds_reshard.resume.report import (
 )
 from ds_reshard.resume.scheduler_policy import BOUNDS, SCHEDULED, SavedValues, ScheduleResume
 from ds_reshard.resume.schedulers import DEEPSPEED, Beginning, innermost, position_in, position_of, set_groups
-from ds_reshard.resume.states import CHANGED, Samples
 
 if TYPE_CHECKING:
     from deepspeed.runtime.data_pipeline.data_sampling.data_sampler import DeepSpeedDataSampler

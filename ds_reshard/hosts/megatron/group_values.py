@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import cast
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout
+from ds_reshard.execution.states import Samples
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
 from ds_reshard.hosts.megatron.live import Group, Optimizer, TorchOptimizer, as_number, leaves, live_groups
 from ds_reshard.resume.megatron import OVERRIDE, mismatch
 from ds_reshard.resume.policy import ResumePolicy
-from ds_reshard.resume.states import Samples
 
 _REMEMBERED = "_ds_reshard_groups"
 _LOADED = "_ds_reshard_loaded"

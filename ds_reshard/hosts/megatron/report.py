@@ -7,6 +7,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ds_reshard.execution.states import OTHERS
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron import parts
 from ds_reshard.hosts.megatron.group_values import changed_moments, is_fresh, is_loaded, remembered
@@ -27,7 +28,6 @@ from ds_reshard.resume.report import (
     publish_or_log,
     say_applied,
 )
-from ds_reshard.resume.states import OTHERS
 
 logger = logging.getLogger("ds_reshard")
 

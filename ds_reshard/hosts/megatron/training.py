@@ -42,6 +42,7 @@ from ds_reshard.errors import (
     raise_faults,
     without_secrets,
 )
+from ds_reshard.execution.states import CHANGED
 from ds_reshard.formats.megatron.checkpoint import TRACKER, find_iteration, saved_groups
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE, is_torch_format
 from ds_reshard.hooks import Call
@@ -76,7 +77,6 @@ from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
 from ds_reshard.resume.report import because
-from ds_reshard.resume.states import CHANGED
 
 logger = logging.getLogger("ds_reshard")
 

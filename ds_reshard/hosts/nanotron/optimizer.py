@@ -27,6 +27,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.checksums import compare_records
+from ds_reshard.execution.states import has_moments
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.door import OpenedNanotron
@@ -62,7 +63,6 @@ from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import EQUAL_TO_WEIGHTS, batch_size_warning, because
-from ds_reshard.resume.states import has_moments
 
 if TYPE_CHECKING:
     from torch import Tensor
