@@ -52,8 +52,8 @@ class LiveModule:
     """The module of one rank: its tensors, by the names that they have in the whole model.
 
     `names` are all entries of its state dict, `others` the shapes of those that are not read as tensors. `unloaded` are
-    entries that no module loads, `extra` the modules that load an extra state. `loads_itself` says that some module
-    takes part in loading.
+    entries that no module loads, `extra` those of modules that load an extra state. `loads_itself` says that some
+    module takes part in loading; `versioned` are those that do so by the version of what was saved.
     """
 
     tensors: tuple[LiveTensor, ...]
@@ -62,6 +62,7 @@ class LiveModule:
     unloaded: Mapping[str, Unloaded] = field(default_factory=dict)
     extra: tuple[str, ...] = ()
     loads_itself: bool = False
+    versioned: Mapping[str, int] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, LiveTensor]:
         """The parameters, by their first names."""
@@ -92,7 +93,8 @@ class LiveOptimizer(Generic[B]):
     `groups` are the param groups as a state dict has them, `order` the trainable parameters of each in the order in
     which the script gave them. `name` is the class of what steps, `known` are the values that its groups know;
     `decoupled` says whether weight decay is apart from the gradient, None if any group may say it; `states` are those
-    that a fresh one keeps, and whether each has its parameter's shape, None if that is unknown. `elsewhere` counts the
+    that a fresh one keeps, and whether each has its parameter's shape, None if that is unknown. `entries` are those of
+    its state dict if its class makes one of its own. `elsewhere` counts the
     buffers, of all, whose states lie where no save looks. `scaler` scales the loss, `computes_norm` says whether
     gradients can be clipped.
     """
@@ -108,6 +110,7 @@ class LiveOptimizer(Generic[B]):
     known: frozenset[str] = frozenset()
     decoupled: bool | None = None
     states: Mapping[str, bool] | None = None
+    entries: frozenset[str] = frozenset()
     elsewhere: tuple[int, int] = (0, 0)
     scaler: object = None
     computes_norm: bool = True

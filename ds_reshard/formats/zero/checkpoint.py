@@ -129,9 +129,14 @@ class AnyCheckpoint:
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
-        """What the optimizer's files say beside their tensors: loss scaler, clipping; empty where none was read."""
+        """What the optimizer's files say beside their tensors: loss scaler, clipping; empty where none was read.
+
+        At stage 0 that is what FP16_Optimizer says in the model file (`state_dict`, runtime/fp16, 0.19.8).
+        """
         if self.universal is not None:
             return self.universal.common.entries
+        if self.stage == 0:
+            return section(self.model.entries, "optimizer")
         return self.optim.entries if self.optim is not None else {}
 
     @property

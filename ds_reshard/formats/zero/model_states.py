@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Generic, TypeVar
 
@@ -25,7 +25,8 @@ class ModelStates:
     """What a model file says; `entries` is the whole top level, as records.
 
     `param_shapes` lists, per param group (per sub-group at stage 3), the trainable parameters in the
-    order of the flat buffers: the one truth about that order. None at stage 0.
+    order of the flat buffers: the one truth about that order. None at stage 0. `versions` are what torch's state dicts
+    say of each module, by its name, beside their entries.
     """
 
     path: str
@@ -40,6 +41,7 @@ class ModelStates:
     dp: int
     version: str
     renamed: bool = False
+    versions: Mapping[str, object] = field(default_factory=dict)
 
     def under(self, new: Mapping[str, str]) -> ModelStates:
         """The same with other names of parameters and buffers, in the same order."""
@@ -56,8 +58,15 @@ class ModelStates:
             frozen_shapes=named(self.frozen_shapes),
             frozen_fragments=named(self.frozen_fragments),
             shared={name: new.get(first, first) for name, first in named(self.shared).items()},
+            versions={**self.versions, **self._renamed_versions(new)},
             renamed=True,
         )
+
+    def _renamed_versions(self, new: Mapping[str, str]) -> dict[str, object]:
+        """The versions of modules whose tensors keep their own last names."""
+        ends = [(old.rpartition("."), name.rpartition(".")) for old, name in new.items()]
+        same = {name[0]: old[0] for old, name in ends if old[2] == name[2]}
+        return {module: self.versions[old] for module, old in same.items() if old in self.versions}
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
@@ -189,6 +198,7 @@ def _model_states(path: str, top: Mapping[str, object]) -> ModelStates:
         shared=shared,
         dp=positive(path, "dp_world_size", top["dp_world_size"]),
         version=text_of(top.get("ds_version", "unknown")),
+        versions={str(k): v for k, v in _mapping(path, "module", getattr(module, "_metadata", {})).items()},
     )
 
 

@@ -186,8 +186,9 @@ def with_order(
         extents = {0: {**extents[0], **{f"{ep_rank}: {buffer}": one for buffer, one in extents[1].items()}}}
     layout = Layout({**checkpoint.layout.placements, **by_key(placements)}, checkpoint.layout.shards)
     facts = OptimizerFacts(groups=tuple(own.groups), scalars=own.scalars)
-    uncut = tuple(own.uncut)
-    return replace(checkpoint, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut), extents
+    entries = {**checkpoint.model.entries, "optimizer": columns[0][0].entries["optimizer"]}
+    model, uncut = replace(checkpoint.model, entries=entries), tuple(own.uncut)
+    return replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut), extents
 
 
 def _columns(

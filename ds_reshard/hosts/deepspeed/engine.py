@@ -25,6 +25,7 @@ from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer
 from ds_reshard.formats.zero.flat import Rule as CutRule
 from ds_reshard.formats.zero.model_states import section
+from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.tensor_parallel import affine_maps
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
 from ds_reshard.model.live_run import LiveModule, LiveOptimizer, LiveRun, LiveTensor, LocalShard, Unloaded
@@ -146,15 +147,19 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE and name not in unloaded:
             found.setdefault(id(value), (value, [], []))[2].append(name)
             read.add(name)
-    own_extra = torch.nn.Module.set_extra_state
+    own_extra, named = torch.nn.Module.set_extra_state, list(module.named_modules())
+    extra = [f"{name}.{EXTRA_STATE}".lstrip(".") for name, one in named if type(one).set_extra_state is not own_extra]
     left = {name: value for name, value in whole.items() if name not in read and id(value) not in params}
     return LiveModule(
         tensors=tuple(_tensor(tensor, tuple(names), tuple(entries)) for tensor, names, entries in found.values()),
         names=frozenset(whole),
         others={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
         unloaded=unloaded,
-        extra=tuple(name for name, one in module.named_modules() if type(one).set_extra_state is not own_extra),
+        extra=tuple(map(grid.named, extra)),
         loads_itself=_loads_itself(module, state),
+        versioned={
+            saved_name(n): one._version for n, one in named if has_loader(one) and one._version not in (None, 1)
+        },
     )
 
 
@@ -178,7 +183,38 @@ def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if any(hasattr(value, "data_ptr") and id(value) not in own for value in state.values()):
         return True
-    return any(map(has_loader, module.modules()))
+    whole = [one for one in loaded_modules(module).values() if _overrides(one, "load_state_dict")]
+    return bool(whole) or any(map(has_loader, module.modules()))
+
+
+def loaded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
+    """The modules that DeepSpeed calls `load_state_dict` of, by what is before the names of their entries.
+
+    Of a PipelineModule these are its layers (`load_state_dir`, runtime/pipe/module.py, 0.19.8).
+    """
+    if not _is(type(module), "PipelineModule"):
+        return {"": module}
+    parts = {f"{name}.": one for name, one in module.named_children() if name != "tied_modules"}
+    tied = module.get_submodule("tied_modules").named_children()
+    return {**parts, **{f"tied_modules.{name}.": one for name, one in tied}}
+
+
+def saved_name(module: str) -> str:
+    """The name under which torch's state dict has the version of a module: of an expert as the first rank counts it."""
+    of = expert_of(f"{module}.")
+    return module if of is None else f"{of[0]}0{of[2]}".removesuffix(".")
+
+
+def loader_prefixes(part: torch.nn.Module) -> tuple[str, ...]:
+    """What is before the names of all entries that some module loads by itself."""
+    whole = ("",) if _overrides(part, "load_state_dict") else ()
+    named = part.named_modules(remove_duplicate=False)
+    return (*whole, *(f"{name}." if name else "" for name, one in named if has_loader(one)))
+
+
+def _overrides(module: torch.nn.Module, method: str) -> bool:
+    """Whether a module, or its class, has a method in place of torch's."""
+    return not getattr(getattr(module, method), "__module__", "").startswith("torch.nn.")
 
 
 def entries_unloaded(module: torch.nn.Module, state: Mapping[str, object]) -> dict[str, list[str]]:
@@ -206,7 +242,7 @@ def has_loader(module: torch.nn.Module) -> bool:
     return bool(
         module._load_state_dict_pre_hooks
         or module._load_state_dict_post_hooks
-        or not type(module)._load_from_state_dict.__module__.startswith("torch.nn.")
+        or _overrides(module, "_load_from_state_dict")
     )
 
 
@@ -438,6 +474,7 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
         known=frozenset(getattr(inner, "defaults", {})),
         decoupled=decoupled_in(inner),
         states=usual_states(type(inner), {}, flat=True),
+        entries=_own_entries(inner),
         elsewhere=(sum(one != "cpu" for one in devices), len(devices)),
         scaler=getattr(optimizer, name) if name is not None else None,
         computes_norm=bool(getattr(optimizer, "compute_grad_norm", True)),
@@ -446,8 +483,24 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
 
 def inner_of(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
     """The optimizer that steps, inside the engine's."""
-    optimizer = getattr(engine, "optimizer", None)
-    return cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer))
+    return _inner(getattr(engine, "optimizer", None))
+
+
+def _inner(optimizer: object) -> torch.optim.Optimizer:
+    """The optimizer inside one of DeepSpeed's own.
+
+    A script's wrapper has one in it, too, and is itself given its state, as by DeepSpeed.
+    """
+    wraps = any(kind.__module__.startswith("deepspeed.runtime.") for kind in type(optimizer).__mro__)
+    return cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer) if wraps else optimizer)
+
+
+def _own_entries(optimizer: torch.optim.Optimizer) -> frozenset[str]:
+    """The entries of an optimizer's state dict, none if it is torch's."""
+    import torch
+
+    own = getattr(type(optimizer), "state_dict", None) not in (torch.optim.Optimizer.state_dict, None)
+    return frozenset(optimizer.state_dict()) if own else frozenset()
 
 
 def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:
@@ -529,7 +582,7 @@ def _held(kind: str, optimizer: ZeROOptimizer) -> Iterator[tuple[int, Sequence[t
 def _buffers(kind: str, optimizer: ZeROOptimizer, names: Names, place: tuple[int, int]) -> Iterator[LiveBuffer]:
     """The flat buffers of an optimizer that this rank, as `place` says, shares with so many."""
     gaps = getattr(optimizer, "round_robin_bit16_padding", None) if kind == "zero" else None
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
+    inner = _inner(optimizer)
     held: Mapping[torch.Tensor, Mapping[str, object]] = getattr(inner, "state", {})
     flats = getattr(optimizer, "fp16_partitioned_groups_flat", None)
     probed: dict[tuple[int, bool], Mapping[str, bool] | None] = {}

@@ -7,10 +7,10 @@ import functools
 import io
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -21,10 +21,10 @@ from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.hosts.deepspeed.engine import EXTRA_STATE, Run, live_kind
+from ds_reshard.hosts.deepspeed.engine import Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
-from ds_reshard.model.live_run import Unloaded
+from ds_reshard.model.live_run import LiveModule, Unloaded
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord
 from ds_reshard.resume.scheduler_policy import other_state_faults
 
@@ -115,12 +115,11 @@ def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, reques
         extras["clip_grad"] = entries["clip_grad"]
     assert run.optimizer is not None
     name = "loss_scaler" if run.optimizer.stage else "loss_scale_config"  # as `scale_name` has it
-    live, of_stage0 = run.optimizer.scaler, checkpoint.model.entries.get("optimizer")
-    saved: object = None
+    live, saved = run.optimizer.scaler, None
     if "loss_scaler" in entries:
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
-    elif checkpoint.stage == 0 and fp16 and isinstance(of_stage0, Mapping) and "cur_scale" in of_stage0:
-        saved = SimpleNamespace(dynamic_loss_scale=of_stage0.get("dynamic_loss_scale"), **_counted(of_stage0.get))
+    elif checkpoint.stage == 0 and fp16 and "cur_scale" in entries:
+        saved = SimpleNamespace(dynamic_loss_scale=entries.get("dynamic_loss_scale"), **_counted(entries.get))
     if live is None or saved is None or (name != "loss_scaler" and not (fp16 and run.fp16)):
         return extras
     if type(saved) is type(live) and fp16 is run.fp16:
@@ -184,26 +183,40 @@ def scheduler_faults(scheduler: object, model: ModelStates, request: Request) ->
     return other_state_faults(scheduler, model.entries.get("lr_scheduler"), where=model.path)
 
 
-def extra_state(modules: Iterable[str], model: ModelStates, settings: Settings) -> dict[str, object]:
-    """What these modules saved through `get_extra_state`, by the name of the module."""
+class ModuleValues(NamedTuple):
+    """What modules load beside their tensors: entries by their names, and by a module's name what was saved of it."""
+
+    entries: Mapping[str, object]
+    versions: Mapping[str, object]
+
+
+def module_values(module: LiveModule, model: ModelStates, settings: Settings) -> ModuleValues:
+    """The extra states that modules of a run set, and the entries that are no tensors if modules load by themselves.
+
+    Raises UnsupportedLayout if a module loads by versions, and those that were saved are not known.
+    """
     own = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
     assert isinstance(own, dict)
     saved = {**model.module, **model.objects, **own}
-    keys = {name: f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE for name in modules}
+    taken = [*module.extra, *(model.objects.keys() - module.unloaded.keys() if module.loads_itself else ())]
     mend = "save it whole: not as a DTensor that is sharded"
-    raise_faults(
-        [
-            UnsupportedLayout.fault(key, "is an extra state that lies in several pieces", mend=mend)
-            for key in keys.values()
-            if isinstance(record := saved.get(key), TensorRecord) and not record.storage.path
-        ],
-        subject=f"loading {model.path}",
+    faults = [
+        UnsupportedLayout.fault(key, "is an extra state that lies in several pieces", mend=mend)
+        for key in module.extra
+        if isinstance(record := saved.get(key), TensorRecord) and not record.storage.path
+    ]
+    for name, version in module.versioned.items():
+        if name not in model.versions:
+            what = "loads by the version of what was saved, and the checkpoint does not say it of this module"
+            mend = "load what DeepSpeed has saved of this model, or a state dict with its _metadata"
+            where = f"module {name or 'of this run'}"
+            faults.append(UnsupportedLayout.fault(where, what, f"a version, {version} in this run", "none", mend=mend))
+    raise_faults(faults, subject=f"loading {model.path}")
+    values = {key: saved[key] for key in dict.fromkeys(taken) if key in saved}
+    return ModuleValues(
+        {key: revived(one, trusted=settings.trust, where=f"{model.path}, {key}") for key, one in values.items()},
+        {name: revived(one, trusted=settings.trust, where=model.path) for name, one in model.versions.items()},
     )
-    return {
-        name: revived(saved[key], trusted=settings.trust, where=f"{model.path}, {key}")
-        for name, key in keys.items()
-        if key in saved
-    }
 
 
 def client_entries(

@@ -421,6 +421,7 @@ def state_kinds(checkpoint: AnyCheckpoint, buffer: LiveBuffer) -> dict[str, Elem
     return kinds
 
 
+TORCH_ENTRIES = frozenset({"state", "param_groups"})
 _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 """In CPU memory DeepSpeed's Lion keeps a state that no step uses (`step`, ops/lion/cpu_lion.py, 0.19.8)."""
 
@@ -471,6 +472,15 @@ def _before_first_step(checkpoint: AnyCheckpoint) -> bool:
         return False
     entries = checkpoint.model.entries
     return isinstance(entries.get("global_steps"), int) and entries["global_steps"] == entries.get("skipped_steps", 0)
+
+
+def format_faults(live: Optimizer) -> Iterator[Fault]:
+    """An optimizer that has a state dict of its own form can be given no other one's states, however they are cut."""
+    if live.entries and live.entries != TORCH_ENTRIES:
+        what = "has a state dict of a form of its own, which ds_reshard does not make"
+        mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+        expected, found = ", ".join(sorted(TORCH_ENTRIES)), ", ".join(sorted(map(str, live.entries)))
+        yield UnsupportedLayout.fault(f"optimizer {live.name} of this run", what, expected, found, mend=mend)
 
 
 def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:

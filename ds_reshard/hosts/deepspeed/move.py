@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -21,16 +22,18 @@ from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.execution.states import OTHERS, Samples, has_moments
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.hosts.deepspeed.engine import (
-    EXTRA_STATE,
     Memory,
     Optimizer,
     inner_of,
     live_grid,
     live_groups,
     live_optimizer,
+    loaded_modules,
+    loader_prefixes,
     masters_of,
     memory_of,
     param_names,
+    saved_name,
 )
 from ds_reshard.hosts.deepspeed.entries import OptimizerValues, Request, load_sampler
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
@@ -70,7 +73,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     (witness, memory), outcome = _read(engine, prepared, settings, subject)
     steps.take(lambda: _settle_model(engine, prepared, settings, memory), subject=subject)
     steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
-    steps.take(lambda: _settle_masters(engine, prepared), subject=subject, always=True)
+    live = prepared.live
+    if live is not None and prepared.wants.from_masters:
+        steps.take(lambda: _weights_from_masters(engine, live, prepared), subject=subject, always=True)
+        steps.take(lambda: _run_loaders(engine.module, prepared, memory.state), subject=subject)
+    if live is not None and _masters_anew(prepared):
+        steps.take(lambda: _masters_from_weights(engine.optimizer, live), subject=subject, always=True)
     proof = None
     if witness is not None:
         proof = prove(engine, prepared, witness, steps, unproved=unproved(prepared))
@@ -176,26 +184,63 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Setting
     with torch.no_grad():
         for record, name in prepared.wants.whole_reads:
             memory.tensors[name].copy_(read_tensor(record))
-        if prepared.run.module.loads_itself:
-            state = {name: value for name, value in memory.state.items() if name not in prepared.run.module.unloaded}
-            _run_loaders(engine.module, state, prepared.checkpoint.model.module)
-        for name, extra in prepared.extra.items():
-            engine.module.get_submodule(name).set_extra_state(extra)
+        if not prepared.wants.from_masters:
+            _run_loaders(engine.module, prepared, memory.state)
     if settings.checksum:
         folder = prepared.checkpoint.listing.folder
         raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
 
 
-def _run_loaders(module: torch.nn.Module, state: Mapping[str, object], saved: Container[str]) -> None:
-    """Let the module load what was read: a copy of each tensor onto itself, and all that it does besides."""
-    skipped = {name for name in state if name.rpartition(".")[2] == EXTRA_STATE}
-    whole = {name: value for name, value in state.items() if name not in skipped and not hasattr(value, "ds_id")}
-    answer = module.load_state_dict(whole, strict=False)
-    if unloaded := [name for name in answer.unexpected_keys if name in saved]:
-        raise ModelMismatch(
-            f"module {type(module).__name__}: its state dict has entries that it does not load itself: "
-            f"{', '.join(unloaded[:8])}; resume with the layout that was saved"
-        )
+def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str, object]) -> None:
+    """Let modules load what was saved as if it were a state dict, with all that they do beside taking over tensors."""
+    import torch
+
+    if not prepared.run.module.loads_itself:
+        local = {prepared.grid.named(name): name for name in state}
+        for name, value in prepared.beside.entries.items():
+            module.get_submodule(local.get(name, name).rpartition(".")[0]).set_extra_state(value)
+        return
+    for prefix, part in loaded_modules(module).items():
+        given = _state_saved(part, prefix, prepared, state)
+        with torch.no_grad():
+            answer = part.load_state_dict(given, strict=False)
+        if unloaded := [name for name in getattr(answer, "unexpected_keys", ()) if f"{prefix}{name}" in state]:
+            raise ModelMismatch(
+                f"module {type(part).__name__}: its state dict has entries that it does not load itself: "
+                f"{', '.join(unloaded[:8])}; resume with the layout that was saved"
+            )
+
+
+def _state_saved(
+    part: torch.nn.Module, prefix: str, prepared: Prepared, state: Mapping[str, object]
+) -> OrderedDict[str, object]:
+    """The state dict that a module is given to load, whose entries' names begin with `prefix` in the run's.
+
+    A module that takes part gets copies in CPU memory, as it does from DeepSpeed: one that exchanges two tensors would
+    overwrite the second. It also gets the entries that a load that is not strict leaves over, as it may take them. All
+    other modules get their own tensors, which changes nothing.
+    """
+    import torch
+
+    saved, values, grid = prepared.checkpoint.model, prepared.beside.entries, prepared.grid
+    known = {*saved.module, *saved.objects, *saved.trainable, *saved.frozen_shapes}
+    known -= prepared.run.module.unloaded.keys()
+    names = {name: name for name in values} | {grid.named(name): name for name in state}
+    given, loaders = OrderedDict[str, object](), loader_prefixes(part)
+    for name, local in names.items():
+        if name in known and local.startswith(prefix):
+            key = local.removeprefix(prefix)
+            given[key] = value = values[name] if name in values else state[local]
+            if isinstance(value, torch.Tensor) and key.startswith(loaders):
+                given[key] = value.detach().to("cpu", copy=True)
+    for name, record in saved.module.items():
+        key, left = name.removeprefix(prefix), name not in names and name.startswith(prefix) and grid.answers(name)
+        if left and record.storage.path and key.startswith(loaders):
+            given[key] = read_tensor(record)
+    modules = ((name, saved_name(f"{prefix}{name}".removesuffix("."))) for name, _ in part.named_modules())
+    versions = prepared.beside.versions
+    vars(given)["_metadata"] = {name: versions[key] for name, key in modules if key in versions}
+    return given
 
 
 def _adopt(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> None:
@@ -359,8 +404,7 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
 
     A torch optimizer's groups list frozen parameters too, so indices are renumbered over all of them.
     """
-    optimizer = engine.optimizer
-    inner = getattr(optimizer, "optimizer", optimizer)
+    optimizer, inner = engine.optimizer, inner_of(engine)
     numbers: dict[int, int] = {}
     groups, at, number = [], 0, 0
     saved = base["param_groups"]
@@ -382,26 +426,13 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
             setattr(optimizer, name, values.extras[name])
 
 
-def _settle_masters(engine: DeepSpeedEngine, prepared: Prepared) -> None:
-    """Weights from masters, then masters from weights, where either is asked for.
-
-    Collective: every rank takes the same branches, and the failures of one rank alone are behind it.
-    """
-    live = prepared.live
-    if live is None:
-        return
-    _weights_from_masters(engine, live, prepared)
-    if _masters_anew(prepared):
-        _masters_from_weights(engine.optimizer, live)
-
-
 def _masters_anew(prepared: Prepared) -> bool:
     """Whether masters are made from the weights in the end, also those that were read to make the weights."""
     return prepared.values is None or bool(prepared.wants.from_masters and not prepared.masters)
 
 
 def _masters_from_weights(optimizer: object, live: Optimizer) -> None:
-    """fp32 masters anew from the weights (they lose the bits that 16-bit weights do not have)."""
+    """fp32 masters anew from the weights (they lose the bits that 16-bit weights do not have). Collective."""
     if live.kind == "torch":
         return
     name = "refresh_fp32_params" if live.stage == 0 else "_restore_from_bit16_weights"
@@ -410,11 +441,9 @@ def _masters_from_weights(optimizer: object, live: Optimizer) -> None:
 
 
 def _weights_from_masters(engine: DeepSpeedEngine, live: Optimizer, prepared: Prepared) -> None:
-    """Weights that the checkpoint did not hold in this run's type: cast from the masters, then gathered."""
+    """Weights that the checkpoint did not hold in this run's type: cast from the masters, then gathered. Collective."""
     import torch
 
-    if not prepared.wants.from_masters:
-        return
     if live.kind in ("zero", "bf16"):
         engine.optimizer.update_lp_params()
         return

@@ -27,12 +27,13 @@ from ds_reshard.hosts.deepspeed.copies import (
 )
 from ds_reshard.hosts.deepspeed.engine import Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import (
+    ModuleValues,
     OptimizerValues,
     Request,
     clipping_faults,
-    extra_state,
     live_entries,
     loss_scaling,
+    module_values,
     revived,
     scalar,
 )
@@ -41,6 +42,7 @@ from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load_targets import (
     Wants,
+    format_faults,
     group_faults,
     more_rows,
     run_shares,
@@ -81,7 +83,7 @@ class Prepared:
     values: OptimizerValues | None
     masters: bool
     entries: Mapping[str, object]
-    extra: Mapping[str, object]
+    beside: ModuleValues
     shards: ZeroShards | None
 
     @property
@@ -157,7 +159,7 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
         values=values,
         masters=masters,
         entries=entries,
-        extra=extra_state(run.module.extra, model, settings),
+        beside=module_values(run.module, model, settings),
         shards=shards,
     )
 
@@ -220,7 +222,7 @@ def _optimizer_values(
     facts, moments = checkpoint.facts, request.moments
     assert facts is not None
     told = {n: {k: v for k, v in one.items() if k not in request.replaced} for n, (one, _) in groups.matched.items()}
-    faults = [*group_faults(live, told)] if moments else []
+    faults = [*format_faults(live), *(group_faults(live, told) if moments else ())]
     hyper: dict[int, Mapping[str, object]] = {}
     for number, (saved, differing) in groups.matched.items():
         faults += [fault for key, fault in differing if key not in request.replaced]

@@ -1,0 +1,111 @@
+"""What DeepSpeed's own load gives a module, an optimizer or its wrapper is given under another layout, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Model, Run
+from loader_jobs import without_versions
+from saves import Saves
+
+pytestmark = pytest.mark.distributed
+
+_CLIPPED = {"gradient_clipping": 0.5}
+_FUSED = Model(optimizer="fused")
+
+
+@pytest.mark.parametrize(
+    ("source", "saved", "target", "loaded"),
+    (
+        (Run(0, 1), _FUSED, Run(1, 2, config=_CLIPPED), _FUSED),
+        (Run(0, 1), _FUSED, Run(0, 1, config=_CLIPPED), Model()),
+        (Run(2, 2), Model(), Run(0, 1, config=_CLIPPED), _FUSED),
+    ),
+    ids=str,
+)
+def test_clipping_is_the_saved_one_at_stage_0_too(
+    worlds: Any, tmp_path: Path, source: Run, saved: Model, target: Run, loaded: Model
+) -> None:
+    """FP16_Optimizer saves what it clips to, and takes it back (runtime/fp16/fused_optimizer.py)."""
+    worlds[source.dp].run("wrapper_jobs.save", run=source, model=saved, folder=str(tmp_path))
+    given = {"run": target, "model": loaded, "folder": str(tmp_path)}
+    assert worlds[target.dp].run("wrapper_jobs.clipped_to", **given) == [1.0] * target.dp
+
+
+@pytest.mark.parametrize("target", (Run(0, 1, "fp32"), Run(2, 1, "fp32")), ids=str)
+def test_a_wrapper_of_the_scripts_own_is_itself_given_its_state(worlds: Any, saves: Saves, target: Run) -> None:
+    """It shares the groups of the optimizer inside, and a rate that is set through it holds."""
+    folder, _ = saves(Run(1, 2, "fp32"), Model(scheduler=False))
+    (told,) = worlds[1].run("wrapper_jobs.load_wrapped", run=target, folder=str(folder))
+    states = ["exp_avg", "exp_avg_sq", "step"]
+    assert told == {"loads": 1, "shared": True, "moved": 0.0, "states": states}
+
+
+def test_a_wrapper_with_a_state_dict_of_its_own_form_is_given_none_of_another_layout(
+    worlds: Any, saves: Saves, tmp_path: Path
+) -> None:
+    """It is refused on every rank before anything changes; what it has saved itself comes back."""
+    folder, _ = saves(Run(1, 1, "fp32"), Model(scheduler=False))
+    for target in (Run(0, 2, "fp32"), Run(2, 2, "fp32")):
+        given = {"run": target, "folder": str(folder), "own_form": True}
+        for told in worlds[2].run("wrapper_jobs.load_wrapped", **given):
+            assert told["error"] == "UnsupportedLayout" and told["loads"] == 0
+            assert "inside, loads" in told["text"] and "load_optimizer_states=False" in told["text"]
+    own = {"run": Run(0, 1, "fp32"), "folder": str(tmp_path), "own_form": True, "layout_saved": str(tmp_path)}
+    told = worlds[1].run("wrapper_jobs.load_wrapped", **own)[0]
+    assert told["loads"] == 1, told
+
+
+@pytest.mark.parametrize("version", (1, 2))
+@pytest.mark.parametrize(
+    ("source", "target"),
+    (
+        (Run(1, 2), Run(2, 1)),
+        (Run(3, 2), Run(1, 1)),
+        (Run(0, 1, "fp32"), Run(1, 2, "fp32")),
+        (Run(2, 1), Run(0, 2)),
+        (Run(2, 1), Run(3, 2)),
+    ),
+    ids=str,
+)
+def test_modules_load_what_is_no_tensor_and_by_the_saved_versions(
+    worlds: Any, tmp_path: Path, source: Run, target: Run, version: int
+) -> None:
+    """What is computed in a `load_state_dict` is of the loaded weights, if the run does not partition them."""
+    saved = worlds[source.dp].run("loader_jobs.save", run=source, folder=str(tmp_path), version=version)[0]
+    for told in worlds[target.dp].run("loader_jobs.load", run=target, folder=str(tmp_path)):
+        norm = 7 * told["weights"] if target.stage != 3 else 0.0
+        assert told["weights"] == saved["weights"]
+        assert told == {
+            "count": 7,
+            "cached": [7.0, 7.0],
+            "mean": [0.0, 0.0, 0.0],
+            "variance": [3.0, 3.0, 3.0],
+            "scale": 7.0,
+            "norm": norm,
+            "weights": saved["weights"],
+        }
+
+
+def test_a_module_that_loads_by_versions_is_refused_without_them(worlds: Any, tmp_path: Path) -> None:
+    """It would take what is there for the first version, and convert it a second time."""
+    worlds[1].run("loader_jobs.save", run=Run(1, 1), folder=str(tmp_path))
+    without_versions(next(tmp_path.rglob("mp_rank_00_model_states.pt")))
+    for told in worlds[2].run("loader_jobs.load", run=Run(2, 2), folder=str(tmp_path)):
+        assert told["error"] == "UnsupportedLayout" and told["unchanged"]
+        assert "module versioned: loads by the version of what was saved" in told["text"]
+
+
+def test_a_load_that_is_not_strict_gives_modules_what_the_run_has_no_name_for(worlds: Any, tmp_path: Path) -> None:
+    """A module that had another name for its buffer finds it, as in DeepSpeed's own load."""
+    worlds[1].run("loader_jobs.save_renamed", run=Run(1, 1), folder=str(tmp_path), name="old")
+    given = {"run": Run(2, 2), "folder": str(tmp_path), "name": "new"}
+    assert worlds[2].run("loader_jobs.load_renamed", **given) == [[2.0, 2.0]] * 2
+
+
+def test_the_layers_of_a_pipeline_are_loaded_one_by_one(worlds: Any, tmp_path: Path) -> None:
+    """DeepSpeed calls `load_state_dict` of each layer, and not of the PipelineModule."""
+    (saved,) = worlds[1].run("loader_jobs.piped", run=Run(1, 1), folder=str(tmp_path), save=True)
+    assert worlds[2].run("loader_jobs.piped", run=Run(1, 2), folder=str(tmp_path), save=False) == [saved] * 2
