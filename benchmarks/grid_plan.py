@@ -35,7 +35,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.tensor_parallel import Division, redivided
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType
@@ -151,7 +151,7 @@ def _asked() -> int:
     return int(lines["rchar"])
 
 
-@uncollected()  # as `prepare` of the host is
+@gc_disabled()  # as `prepare` of the host is
 def planned(checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int, rank: int) -> GridRank:
     """The copies of rank `rank` of those that share the tensors of a tensor-parallel rank of a stage."""
     index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
@@ -175,7 +175,7 @@ def measured(folder: str, to: Sizes, tp_rank: int, stage: int, rank: int) -> dic
     assert isinstance(found, Listing)
     look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}
     before, started = resident()["anonymous"], (time.perf_counter(), time.process_time())
-    with counted() as calls, uncollected():
+    with counted() as calls, gc_disabled():
         checkpoint = open_checkpoint(found, optimizer=True, row=row)
     heads = {**timed(started), **vars(calls)}
     started = time.perf_counter(), time.process_time()

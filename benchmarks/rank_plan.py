@@ -24,7 +24,7 @@ from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.find_checkpoint import read_heads
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
 from ds_reshard.model.records import ElementType
@@ -48,7 +48,7 @@ def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
         yield whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
 
 
-@uncollected()  # as `prepare` of the host is
+@gc_disabled()  # as `prepare` of the host is
 def rank_plan(listing: Listing, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
     checkpoint, _ = read_heads(listing, optimizer=True, row=ALONE)
     shards = ZeroShards(checkpoint=checkpoint)

@@ -24,7 +24,7 @@ from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.checksums import combine, partial_sums, settle
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Layout, TensorKey, chunked
+from ds_reshard.model.layout import Layout, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.planning.plan import Planner
@@ -40,7 +40,7 @@ CALL_NBYTES = 2 << 20
 def layout(ranks: int) -> Layout:
     columns = SHAPE[1] // ranks
     boxes = [Box(offset=(0, rank * columns), size=(SHAPE[0], columns)) for rank in range(ranks)]
-    placed = [chunked(key, SHAPE, ElementType.FLOAT32, boxes, family="tp", buffer=key.name) for key in KEYS]
+    placed = [chunked_placement(key, SHAPE, ElementType.FLOAT32, boxes, family="tp", buffer=key.name) for key in KEYS]
     return Layout(dict(zip(KEYS, placed, strict=True)), {"tp": ranks})
 
 

@@ -13,7 +13,7 @@ from ds_reshard.errors import raise_faults
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.planning.plan import Planner
@@ -25,7 +25,7 @@ SAVED = Layout({KEY: Placement(KEY, SHAPE, FLOAT, "files", "half", Cut(chunk=HAL
 
 # Wanted: a box of columns for each of three ranks: the first, the second, and the last two.
 COLUMNS = [Box.along(SHAPE, 1, first, count) for first, count in ((0, 1), (1, 1), (2, 2))]
-WANTED = Layout({KEY: chunked(KEY, SHAPE, FLOAT, COLUMNS, family="ranks", buffer="columns")}, {"ranks": 3})
+WANTED = Layout({KEY: chunked_placement(KEY, SHAPE, FLOAT, COLUMNS, family="ranks", buffer="columns")}, {"ranks": 3})
 
 
 class Files:

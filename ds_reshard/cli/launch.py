@@ -144,7 +144,7 @@ def _join(mine: Launched) -> None:
     import torch.distributed as dist
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    from ds_reshard.operations.ranks import answered
+    from ds_reshard.operations.ranks import collective
 
     host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
     if not host or not port:
@@ -156,7 +156,7 @@ def _join(mine: Launched) -> None:
     os.environ.setdefault("GLOO_LOG_LEVEL", "ERROR")
     keeps = mine.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     joining = timedelta(seconds=_JOINING_S)
-    with answered():
+    with collective():
         store = TCPStore(host, int(port), is_master=keeps, timeout=joining, wait_for_workers=False)
         place = _of_this_start(store, mine)
         dist.init_process_group("gloo", store=place, rank=mine.rank, world_size=mine.size, timeout=_TIMEOUT)

@@ -39,7 +39,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faul
 from ds_reshard.errors import ReshardError, is_short, raise_faults, without_secrets
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
-from ds_reshard.model.rules import given
+from ds_reshard.model.rules import use_rules
 from ds_reshard.operations import coming_run, fingerprint, inspect, read_config, read_rules
 
 OK, FINDING, UNUSABLE = 0, 1, 2
@@ -154,7 +154,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         trust = getattr(arguments, "trust", [])
         raise_faults(trust_faults("--trust", trust), subject="the command line")
         rules = read_rules(arguments.rules) if getattr(arguments, "rules", None) is not None else ()
-        with in_force(PickleRules(trust)), given(rules):
+        with in_force(PickleRules(trust)), use_rules(rules):
             shared = getattr(arguments, "shared", False) and getattr(arguments, "shard", None) is None
             return together(lambda: run(arguments)) if shared else run(arguments)
     except ReshardError as error:

@@ -110,20 +110,20 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed logs from its import on
             import deepspeed  # noqa: F401
 
-        from ds_reshard.hosts.deepspeed.coming import by_flags, factory_of
-        from ds_reshard.hosts.deepspeed.preflight import Coming, forecast
+        from ds_reshard.hosts.deepspeed.coming import fill_from_flags, load_factory
+        from ds_reshard.hosts.deepspeed.preflight import PlannedRun, forecast
     except ImportError as error:
         mend = "run this in the job's own environment"
         raise ConfigError(f"DeepSpeed: what it makes of the config is its own to say: {error}; {mend}") from error
-    model = factory_of(arguments.model) if arguments.model is not None else None
+    model = load_factory(arguments.model) if arguments.model is not None else None
     if model is not None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a script finds its neighbours; after all that is installed
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep", "sp")}
     _ask(flags)
-    config = by_flags(config, _values(flags))
+    config = fill_from_flags(config, _values(flags))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed and the factory of a model may print
-            return forecast(arguments.checkpoint, Coming(config=config, model=model, **sizes), tag=arguments.tag)
+            return forecast(arguments.checkpoint, PlannedRun(config=config, model=model, **sizes), tag=arguments.tag)
     finally:
         policy_sources.forget()
 

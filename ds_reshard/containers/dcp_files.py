@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from ds_reshard.containers.dcp_directory import METADATA, Entry, PlacedArchive, write_directory
 from ds_reshard.containers.torch_zip_writer import plan_archive
 from ds_reshard.model.content import Path, TensorSource
-from ds_reshard.model.layout import Placement, TensorKey, chunked
+from ds_reshard.model.layout import Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import TargetFile, Unit
@@ -95,7 +95,7 @@ class DirectoryFiles(ABC):
             boxes = [Box.whole(())]  # a scalar lies in the first file
             if held.shape:
                 boxes = [Box.chunk(held.shape, 0, rank, self.files) for rank in range(self.files)]
-            made[key] = chunked(key, held.shape, held.dtype, boxes, family=self.family, buffer=str(key))
+            made[key] = chunked_placement(key, held.shape, held.dtype, boxes, family=self.family, buffer=str(key))
         return made
 
     def chunks(self, rank: int) -> Iterator[tuple[TensorKey, Box, str]]:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from hashlib import blake2b
 
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 
 _DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
 
@@ -20,7 +20,7 @@ def digests() -> Iterator[dict[str, bytes]]:
     it lies inside another file; of a pickle, as the directory of torch.distributed.checkpoint is one, all of it.
     """
     found: dict[str, bytes] = {}
-    with during(_DIGESTS, found):
+    with context_value(_DIGESTS, found):
         yield found
 
 

@@ -34,7 +34,7 @@ from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts, fault_
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
 from ds_reshard.containers.zip_directory import END, END64, LEGACY_MAGIC, find_directory
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsafePickle, faults_of, raise_faults
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
@@ -98,7 +98,7 @@ def read_pickle(
     return machine.result
 
 
-@uncollected()
+@gc_disabled()
 def run_pickle(machine: PickleMachine, place: str) -> ReshardError | None:
     """Carry out the instructions up to STOP; what is wrong with them, where they end before.
 

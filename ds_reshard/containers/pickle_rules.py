@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
 from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, trusting, wrong_value
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 
@@ -118,7 +118,7 @@ _IN_FORCE: ContextVar[PickleRules | None] = ContextVar("pickle rules", default=N
 
 def in_force(rules: PickleRules) -> AbstractContextManager[None]:
     """Let every pickle that is read inside the block be read under these rules."""
-    return during(_IN_FORCE, rules)
+    return context_value(_IN_FORCE, rules)
 
 
 def rules_in_force() -> PickleRules:

@@ -198,8 +198,8 @@ class StagingExecutor:
         memory = memoryview(bytearray(min(self._window_nbytes, needed)))
         for window in _windows(spans, dtypes, self._window_nbytes):
             staged = _staged(window, targets, dtypes, memory)
-            parts = [of_buffer[buffer].within(start, stop) for buffer, start, stop in window]
-            outcome.add(self._inner.execute(Plan(copies=Copies.together(parts).in_order()), staged))
+            parts = [of_buffer[buffer].clip(start, stop) for buffer, start, stop in window]
+            outcome.add(self._inner.execute(Plan(copies=Copies.concatenate(parts).in_order()), staged))
             if outcome.faults:
                 break
             for target in staged.values():

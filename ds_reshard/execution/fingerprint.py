@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -361,7 +361,7 @@ class Witness:
     `sums` has the fingerprints of the parts that were seen of what `rank` wants. `saw` may be called from any thread.
     """
 
-    @uncollected()
+    @gc_disabled()
     def __init__(self, source: Index, wanted: Sequence[Match], rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
         keys, buffers, paths = Numbers[TensorKey](), Numbers[str](), Numbers[str]()
@@ -463,8 +463,8 @@ _Named = tuple[Numbers[str], Numbers[TensorKey], Numbers[str]]
 
 def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
     """Where files hold what a rank wants of tensors that lie in one box: numbers of paths, then columns of spans."""
-    held = match.held_by(rank)
-    pieces, origin = match.located(held)
+    held = match.pieces_of(rank)
+    pieces, origin = match.locate(held)
     places, numbers = match.extents(pieces, origin)
     extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in places]
     paths, keys, buffers = named
@@ -486,7 +486,7 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
     """The same where boxes differ: what lies in the pieces of files that hold some of it."""
     paths, keys, buffers = named
     found = []
-    for member, origin, wanted, offset in match.each(match.held_by(rank)):
+    for member, origin, wanted, offset in match.each(match.pieces_of(rank)):
         whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
         key, buffer = keys[member.key], buffers[member.buffer]
         for part, piece in source.pieces(origin, wanted):

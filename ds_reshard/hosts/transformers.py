@@ -19,7 +19,7 @@ from ds_reshard.containers.pickle_rules import trust_in
 from ds_reshard.formats.zero.names import OPTIMIZER_FILES
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import together
+from ds_reshard.operations.ranks import run_on_all
 from ds_reshard.resume.policy_sources import no_resume, policy_beside, refuse_unapplied
 from ds_reshard.resume.schedulers import refuse_unseen
 
@@ -93,7 +93,7 @@ def refuse_policy(config: Mapping[str, object] | None) -> None:
         else:
             hosts.insist(policy_beside(config))
 
-    together(refuse, subject="Trainer.train")
+    run_on_all(refuse, subject="Trainer.train")
 
 
 def warn_of_counters(trainer: Trainer, wanted: str) -> None:
@@ -117,7 +117,7 @@ def refuse_unseen_schedule(trainer: Trainer) -> None:
     if config is None or isinstance(scheduler, DeepSpeedSchedulerWrapper) or not policy_beside(config).places_schedule:
         return
     inner = scheduler.scheduler if isinstance(scheduler, AcceleratedScheduler) else scheduler
-    together(functools.partial(refuse_unseen, inner), subject="Trainer.train")
+    run_on_all(functools.partial(refuse_unseen, inner), subject="Trainer.train")
 
 
 def _folder(trainer: Trainer, wanted: object) -> str | None:

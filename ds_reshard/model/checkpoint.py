@@ -78,7 +78,7 @@ class Checkpoint(ABC):
     shard_names: Sequence[str] = ()
     shared: Mapping[str, str] = {}
     buffer_names: frozenset[str] = frozenset()
-    beside: Mapping[str, Path] = {}
+    extra_tensors: Mapping[str, Path] = {}
     objects: Mapping[Path, object] = {}
     notes: Sequence[str] = ()
     module: Mapping[str, object] = {}
@@ -170,7 +170,7 @@ class Checkpoint(ABC):
 
     def replicas(self) -> Mapping[Holder, Index]:
         """The replicas of tensors that several ranks have saved, by their holders."""
-        return {holder: self.index.of(layout) for holder, layout in self.layout.replicas().items()}
+        return {holder: self.index.with_layout(layout) for holder, layout in self.layout.replicas().items()}
 
     def replica_fault(
         self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]
@@ -257,7 +257,7 @@ class SavedState(ABC):
     layout: Layout
     facts: OptimizerFacts | None
     objects: Mapping[Path, object] = field(default_factory=dict)
-    beside: Mapping[str, Path] = field(default_factory=dict)
+    extra_tensors: Mapping[str, Path] = field(default_factory=dict)
     ranks: int | None = None
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
@@ -305,7 +305,12 @@ class SavedCheckpoint(Checkpoint):
     def __init__(self, state: SavedState, files: Mapping[str, int]) -> None:
         self.state = state
         self.folder, self.layout, self.facts, self.ranks = state.folder, state.layout, state.facts, state.ranks
-        self.beside, self.objects, self.notes, self.files = state.beside, state.objects, state.notes, files
+        self.extra_tensors, self.objects, self.notes, self.files = (
+            state.extra_tensors,
+            state.objects,
+            state.notes,
+            files,
+        )
 
     def shards(self) -> Shards:
         return Shards(index=Index(self.layout, self.state))
@@ -332,10 +337,15 @@ class SavedCheckpoint(Checkpoint):
                 continue
             held = tensors[key] = TensorSource(shape=place.shape, dtype=place.dtype, origin=key)
             trained = len(layout.kinds(key.name)) > 1 or key.name in scalars
-            if key.kind == WEIGHT and trained and place.dtype is ElementType.FLOAT32 and key.name not in self.beside:
+            if (
+                key.kind == WEIGHT
+                and trained
+                and place.dtype is ElementType.FLOAT32
+                and key.name not in self.extra_tensors
+            ):
                 tensors[TensorKey(name=key.name, kind=MASTER)] = held
         weights = {
-            key.name: held for key, held in tensors.items() if key.kind == WEIGHT and key.name not in self.beside
+            key.name: held for key, held in tensors.items() if key.kind == WEIGHT and key.name not in self.extra_tensors
         }
         buffers = frozenset(_buffers(weights)) - self._optimizer_names()
         mend = "--to safetensors for the weights"
@@ -346,7 +356,7 @@ class SavedCheckpoint(Checkpoint):
             facts=facts,
             tied=tied,
             buffers=buffers,
-            beside=self.beside,
+            extra_tensors=self.extra_tensors,
             records=dict(self._whole()),
             objects=self.objects,
             faults=tuple(UnsupportedLayout.fault(self.folder, note, mend=mend) for note in self.notes),
@@ -376,7 +386,7 @@ class SavedCheckpoint(Checkpoint):
         ours: list[TensorKey] = []
         others: list[TensorKey] = []
         for key in self.layout.placements:
-            if key.kind == WEIGHT and key.name not in self.beside:
+            if key.kind == WEIGHT and key.name not in self.extra_tensors:
                 (ours if key.name in known else others).append(key)
         shapes = {self.layout[key].shape for key in others}
         return [key for key in ours if self.layout[key].shape in shapes], others

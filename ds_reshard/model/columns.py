@@ -66,7 +66,7 @@ class Cuts:
         taken._columns = self._columns[:, which]
         return taken
 
-    def held_by(self, shard: int) -> Pieces:
+    def pieces_of(self, shard: int) -> Pieces:
         """What a shard holds: a piece of each member that it holds any of."""
         numel, replicated, _, _, _, first, _, step = self._columns
         number, beside = numpy.divmod(numpy.where(replicated > 0, 0, shard) - first, step)
@@ -81,7 +81,7 @@ class Cuts:
         )
         return pieces.take((number >= 0) & (beside == 0) & (start < stop))
 
-    def located(self, start: Column, stop: Column) -> Pieces:
+    def locate(self, start: Column, stop: Column) -> Pieces:
         """The pieces of elements [start[i], stop[i]) of member i, in order; each has one element at least."""
         begin = self._number(start)
         count = self._number(stop - 1) - begin + 1

@@ -159,14 +159,14 @@ class Content:
     facts: OptimizerFacts | None
     tied: Mapping[str, str] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
-    beside: Mapping[str, Path] = field(default_factory=dict)
+    extra_tensors: Mapping[str, Path] = field(default_factory=dict)
     records: Mapping[str, TensorRecord] = field(default_factory=dict)
     objects: Mapping[Path, object] = field(default_factory=dict)
     schedule: Schedule | None = None
     batch_size: int | None = None
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
-    home: object = None
+    native_source: object = None
 
     @property
     def tag(self) -> str:
@@ -178,7 +178,9 @@ class Content:
     def weights(self) -> dict[str, TensorSource]:
         """The model's own, buffers with them."""
         return {
-            key.name: held for key, held in self.tensors.items() if key.kind == WEIGHT and key.name not in self.beside
+            key.name: held
+            for key, held in self.tensors.items()
+            if key.kind == WEIGHT and key.name not in self.extra_tensors
         }
 
     @cached_property
@@ -196,7 +198,7 @@ class Content:
         made: dict[str, object] = {}
         for path, value in self.objects.items():
             _nest(made, tuple(map(str, path)), value)
-        for name, path in self.beside.items():
+        for name, path in self.extra_tensors.items():
             if name in self.records:
                 _nest(made, tuple(map(str, path)), self.records[name])
         if self.schedule is not None:
@@ -206,9 +208,9 @@ class Content:
     @property
     def nested_states(self) -> list[str]:
         """The parts of an optimizer inside a dict or a list: of a state, or of a value of a group, by their keys."""
-        groups = self.facts.groups if self.facts is not None and self.home is None else ()
+        groups = self.facts.groups if self.facts is not None and self.native_source is None else ()
         members = {name for group in groups for name in group.members}
-        paths = (*self.beside.values(), *self.objects) if groups else ()
+        paths = (*self.extra_tensors.values(), *self.objects) if groups else ()
         return [".".join(map(str, path)) for path in paths if _lies_deeper(path, members)]
 
     @property

@@ -47,7 +47,7 @@ os.register_at_fork(after_in_child=_PAUSE.forked)
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Without garbage collections: what is made here is none, and each would walk all objects of the framework too."""
     token = object()
     try:

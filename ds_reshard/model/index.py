@@ -77,15 +77,11 @@ class Index:
         self._tiles: dict[TensorKey, Tiles] = {}
         self._opening = threading.Lock()
 
-    def of(self, layout: Layout) -> Index:
+    def with_layout(self, layout: Layout) -> Index:
         """An index of other tensors in the same shards: each shard is opened once for both, and faults are shared."""
         other = Index(layout, self._source)
-        other.faults, other._opened, other._failed, other._opening = (
-            self.faults,
-            self._opened,
-            self._failed,
-            self._opening,
-        )
+        other.faults, other._opened = self.faults, self._opened
+        other._failed, other._opening = self._failed, self._opening
         return other
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
@@ -133,7 +129,7 @@ class Index:
                     check_cover([tile.box for tile in placement.tiles], placement.shape)
                 except ValueError as error:
                     self._uncovered(placement, str(error))
-            parts = self._tiles[placement.key].near(wanted)
+            parts = self._tiles[placement.key].candidates(wanted)
         for part in parts:
             start, stop = (wanted.start, wanted.stop) if part.box == wanted.box else (0, part.numel)
             for piece in part.cut.pieces(start, stop):

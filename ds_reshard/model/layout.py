@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Part, Region
 
@@ -145,7 +145,7 @@ class Placement(NamedTuple):
         return Region(box=self.box, start=piece.start, stop=piece.stop)
 
 
-def chunked(
+def chunked_placement(
     key: TensorKey, shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, family: str, buffer: str
 ) -> Placement:
     """A tensor of which shard i of the family holds all of `boxes[i]`, from the beginning of its buffer.
@@ -154,14 +154,14 @@ def chunked(
     """
     check_cover(boxes, shape)
     tiles = [(shard, 0, box) for shard, box in enumerate(boxes)]
-    return tiled(key, shape, dtype, tiles, family=family, buffer=buffer)
+    return tiled_placement(key, shape, dtype, tiles, family=family, buffer=buffer)
 
 
 Tile = tuple[int, int, Box]
 """A box of a tensor, at an element of the buffer of a shard: (shard, element, box)."""
 
 
-def tiled(
+def tiled_placement(
     key: TensorKey, shape: tuple[int, ...], dtype: ElementType, tiles: Iterable[Tile], *, family: str, buffer: str
 ) -> Placement:
     """A tensor that lies in boxes: each whole in a shard of the family, at an element of its buffer."""
@@ -171,10 +171,10 @@ def tiled(
     return whole._replace(tiles=tuple(whole._replace(cut=cut, box=box) for cut, box in cuts))
 
 
-def in_parts(whole: Placement, shards: Iterable[tuple[Cut, Iterable[Part]]]) -> Placement:
+def placement_of_parts(whole: Placement, shards: Iterable[tuple[Cut, Iterable[Part]]]) -> Placement:
     """A tensor that lies in parts of shards, each shard cut as its `Cut` says; of one part that part's placement."""
     tiles = tuple(
-        whole._replace(box=part.box, cut=cut._replace(phase=cut.phase + part.at))
+        whole._replace(box=part.box, cut=cut._replace(phase=cut.phase + part.element_offset))
         for cut, parts in shards
         for part in parts
     )
@@ -195,7 +195,7 @@ class Tiles:
         sizes = [tile.box.size[self._axis] for tile in self._tiles]
         self._begins, self._ends = offsets, list(accumulate(map(sum, zip(offsets, sizes, strict=True)), max))
 
-    def near(self, wanted: Region) -> Sequence[Placement]:
+    def candidates(self, wanted: Region) -> Sequence[Placement]:
         """The tiles that may have elements of a region."""
         begin, end = wanted.extent(self._axis)
         return self._tiles[bisect_right(self._ends, begin) : bisect_left(self._begins, end)]
@@ -213,7 +213,7 @@ def check_cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
     for box in sorted(boxes, key=lambda box: box.offset[axis : axis + 1]):
         open_boxes = [one for one in open_boxes if one.offset[axis] + one.size[axis] > box.offset[axis]]
         for one in open_boxes:
-            if one.meets(box):
+            if one.intersects(box):
                 raise ValueError(f"boxes at {one.offset} and {box.offset} overlap")
         open_boxes.append(box)
 
@@ -316,7 +316,7 @@ class Layout:
 _COLUMNS = len(TensorKey._fields) + len(Placement._fields) - 1
 
 
-@uncollected()
+@gc_disabled()
 def _layout_of(
     shards: Mapping[str, int],
     names: Sequence[str],

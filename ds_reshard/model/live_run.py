@@ -58,10 +58,10 @@ class LiveModule:
 
     tensors: tuple[LiveTensor, ...]
     names: frozenset[str]
-    others: Mapping[str, Shape] = field(default_factory=dict)
+    other_shapes: Mapping[str, Shape] = field(default_factory=dict)
     unloaded: Mapping[str, Unloaded] = field(default_factory=dict)
-    extra: tuple[str, ...] = ()
-    loads_itself: bool = False
+    extra_state_modules: tuple[str, ...] = ()
+    has_load_hooks: bool = False
     versioned: Mapping[str, int] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, LiveTensor]:
@@ -107,11 +107,11 @@ class LiveOptimizer(Generic[B]):
     groups: tuple[Mapping[str, object], ...]
     order: tuple[Mapping[str, Shape], ...]
     name: str
-    known: frozenset[str] = frozenset()
+    group_keys: frozenset[str] = frozenset()
     decoupled: bool | None = None
     states: Mapping[str, bool] | None = None
     entries: frozenset[str] = frozenset()
-    elsewhere: tuple[int, int] = (0, 0)
+    unsaved_states: tuple[int, int] = (0, 0)
     scaler: object = None
     computes_norm: bool = True
 
@@ -138,4 +138,4 @@ class LiveRun(Generic[B]):
     optimizer: LiveOptimizer[B] | None
     scheduler: object
     features: tuple[str, ...]
-    shares: Mapping[str, LocalShard] = field(default_factory=dict)
+    local_shards: Mapping[str, LocalShard] = field(default_factory=dict)

@@ -26,7 +26,7 @@ class Box:
             raise ValueError(f"not a box: offset {self.offset}, size {self.size}")
         object.__setattr__(self, "numel", prod(self.size))
 
-    def meets(self, other: Box) -> bool:
+    def intersects(self, other: Box) -> bool:
         """Whether they share an element."""
         return all(
             max(a, b) < min(a + s, b + t)
@@ -171,7 +171,7 @@ class Part(NamedTuple):
     """A box of a whole tensor that lies row-major in one shard of it, from the shard's element `at` on."""
 
     box: Box
-    at: int
+    element_offset: int
 
 
 def parts_of(whole: Box, inside: Box, shard: Shape) -> Iterator[Part]:

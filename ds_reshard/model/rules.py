@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import NamedTuple
 
 from ds_reshard.errors import Fault, wrong_value
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 
 
 class Rule(NamedTuple):
@@ -30,12 +30,12 @@ class Rule(NamedTuple):
 _GIVEN: ContextVar[tuple[Rule, ...]] = ContextVar("rules of tensor parallelism", default=())
 
 
-def given(rules: Sequence[Rule]) -> AbstractContextManager[None]:
+def use_rules(rules: Sequence[Rule]) -> AbstractContextManager[None]:
     """Let every checkpoint that a tool opens inside the block be divided by these rules."""
-    return during(_GIVEN, tuple(rules))
+    return context_value(_GIVEN, tuple(rules))
 
 
-def rules_given() -> tuple[Rule, ...]:
+def active_rules() -> tuple[Rule, ...]:
     return _GIVEN.get()
 
 
@@ -50,7 +50,7 @@ def rule_faults(where: str, said: object) -> list[Fault]:
     return [wrong_value(f"{where}[{number}]", _FORM, rule) for number, rule in enumerate(said) if not _is_rule(rule)]
 
 
-def rules_in(said: object) -> tuple[Rule, ...]:
+def parse_rules(said: object) -> tuple[Rule, ...]:
     """The rules of a JSON file without faults."""
     rules = said if isinstance(said, list) else []
     return tuple(

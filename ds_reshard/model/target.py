@@ -59,7 +59,7 @@ class Target:
     """
 
     layout: Layout
-    wants: Mapping[TensorKey, TensorKey]
+    sources: Mapping[TensorKey, TensorKey]
     units: Sequence[Unit]
     folder: str = ""
     pointers: Mapping[str, str] = field(default_factory=dict)
@@ -95,6 +95,6 @@ class ConversionRequest:
     repair: bool = False
 
     @property
-    def weights_alone(self) -> bool:
+    def weights_only(self) -> bool:
         """Whether nothing of the optimizer is written: a type of its own is cast from the masters."""
         return self.to == "safetensors" and self.dtype is None

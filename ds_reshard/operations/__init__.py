@@ -11,7 +11,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_f
 from ds_reshard.containers.remote import fetched
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout, raise_faults
 from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
-from ds_reshard.model.rules import Rule, rule_faults, rules_in
+from ds_reshard.model.rules import Rule, parse_rules, rule_faults
 from ds_reshard.model.target import ConversionRequest
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
@@ -289,7 +289,7 @@ def read_rules(path: str) -> tuple[Rule, ...]:
     """The rules of tensor parallelism in a JSON file: a list, as `reshard.tensor_parallel` has it in the settings."""
     said = _json(path, "name a JSON file with a list of rules: --rules FILE")
     raise_faults(rule_faults(path, said), subject="--rules")
-    return rules_in(said)
+    return parse_rules(said)
 
 
 def _json(path: str, mend: str) -> object:

@@ -27,11 +27,11 @@ from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.rules import rules_given
+from ds_reshard.model.rules import active_rules
 from ds_reshard.model.target import ConversionRequest, Target, Unit
 from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
@@ -65,10 +65,10 @@ def convert_listing(
     refuse_memory(options.threads, options.memory_nbytes)
     like = find_listing(asked.like, None).folder if asked.like is not None else None
     before, shown = _seen(found.folder), _seen(like)
-    source = open_weights(found) if asked.weights_alone and not asked.repair else open_checkpoint(found)
+    source = open_weights(found) if asked.weights_only and not asked.repair else open_checkpoint(found)
     source = repaired(source) if asked.repair else source
     target = target_of(source, asked)
-    prove(source, {origin.name for origin in target.wants.values() if origin.kind != WEIGHT})
+    prove(source, {origin.name for origin in target.sources.values() if origin.kind != WEIGHT})
     planned, sizes = _planned(target)
     raise_faults(_unnamed(target), subject=f"converting {source.folder}")
     refuse_places(path, out, sum(sizes.values()))
@@ -78,7 +78,7 @@ def convert_listing(
         "source": {name: list(before.get(name, ())[:told]) for name in sorted(source.files)},
         "tag": found.listing.tag,
         **asdict(asked),
-        **({"rules": repr(rules_given())} if rules_given() else {}),
+        **({"rules": repr(active_rules())} if active_rules() else {}),
         "dp": source.dp if asked.dp is None else asked.dp,
         **target.basis,
     }
@@ -120,7 +120,7 @@ def _unnamed(target: Target) -> Iterator[Fault]:
             yield UnsupportedLayout.fault(file, "would name a tag that is no UTF-8", found=repr(text), mend=mend)
 
 
-@uncollected()
+@gc_disabled()
 def _planned(target: Target) -> tuple[dict[str, list[FilePlan]], dict[str, int]]:
     """The archives of the first unit of each family, and about how many bytes each unit takes: as many as that."""
     planned: dict[str, list[FilePlan]] = {}
@@ -371,7 +371,7 @@ class _Work:
         if self._is_first:
             self._workspace.forget()
 
-    @uncollected()
+    @gc_disabled()
     def finish(self) -> bool:
         """Where all units are written: check what their sums say together, and give the output its name."""
         if not self._is_first:

@@ -14,7 +14,7 @@ from datetime import timedelta
 
 from ds_reshard.errors import RankLost
 from ds_reshard.operations.options import Progress
-from ds_reshard.operations.ranks import answered, rank, world_size
+from ds_reshard.operations.ranks import collective, rank, world_size
 
 BEAT_S = 1.0
 _BEAT: ContextVar[Heartbeat | None] = ContextVar("the heartbeat of this tool", default=None)
@@ -88,7 +88,7 @@ class Heartbeat:
         while True:
             ended = self._ended.wait(BEAT_S)
             said = torch.tensor([self._done, int(self.failed.is_set()), int(ended)])
-            with answered():
+            with collective():
                 dist.all_reduce(said, group=self._group)
             done, failed, over = said.tolist()
             if failed:

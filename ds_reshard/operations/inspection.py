@@ -9,12 +9,12 @@ from ds_reshard.errors import Fault, ReshardError, faults_of
 from ds_reshard.model.checkpoint import Checkpoint, SavedListing
 from ds_reshard.model.content import SAMPLES, STEPS
 from ds_reshard.model.facts import GroupFacts, Scalar
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.reports import FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.operations.source import Found, open_ahead, open_checkpoint
 
 
-@uncollected()
+@gc_disabled()
 def describe(found: Found) -> Inspection:
     """What the files tell, and every fault: where the checkpoint cannot be opened, its files alone."""
     open_ahead(found)

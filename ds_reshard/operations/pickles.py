@@ -19,7 +19,7 @@ from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.containers.remote import is_url, without_end
 from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
 
@@ -148,7 +148,7 @@ _SCANNED: ContextVar[tuple[str, ...]] = ContextVar("folders whose pickles were s
 
 def already_scanned(folder: str) -> AbstractContextManager[None]:
     """Within the block the pickles below a folder are not scanned again."""
-    return during(_SCANNED, (*_SCANNED.get(), os.path.join(os.path.abspath(folder), "")))
+    return context_value(_SCANNED, (*_SCANNED.get(), os.path.join(os.path.abspath(folder), "")))
 
 
 Files = Callable[[list[Fault]], Iterable[str]]

@@ -48,7 +48,7 @@ def world_size(group: ProcessGroup | None = None) -> int:
 
 
 @contextmanager
-def within(seconds: int | None) -> Iterator[None]:
+def collective_timeout(seconds: int | None) -> Iterator[None]:
     """Inside, collectives of every process group wait so long for other ranks; None is as they were made.
 
     Raises ConfigError where a group's timeout cannot be set: a backend that torch does not bring, or a torch too old.
@@ -77,7 +77,7 @@ def within(seconds: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def answered() -> Iterator[None]:
+def collective() -> Iterator[None]:
     """Around a collective: what the backend says where a rank has ended or does not answer, as RankLost.
 
     Gloo raises RuntimeError, at once where a connection was closed and else after the group's timeout; NCCL ends the
@@ -102,7 +102,7 @@ def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
     if size == 1:
         return [value]
     values: list[tuple[str, T]] = [(VERSION, value)] * size
-    with answered():
+    with collective():
         dist.all_gather_object(values, (VERSION, value), group=group)
     versions = [version for version, _ in values]
     if len(set(versions)) > 1:
@@ -120,7 +120,7 @@ def broadcast(value: T, group: ProcessGroup | None = None) -> T:
     if world_size(group) == 1:
         return value
     box: list[object] = [(VERSION, value)]
-    with answered():
+    with collective():
         dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
     version, said = cast(tuple[str, T], box[0])
     if version != VERSION:
@@ -149,22 +149,22 @@ def agree(
     faults: Iterable[Fault], group: ProcessGroup | None = None, *, subject: str, cause: Exception | None = None
 ) -> None:
     """Raise the same error on every rank when any rank has a fault. Collective."""
-    raise_caused(of_all(faults, group), subject=subject, cause=cause)
+    raise_caused(gather_faults(faults, group), subject=subject, cause=cause)
 
 
-def together(work: Callable[[], T], group: ProcessGroup | None = None, *, subject: str) -> T:
+def run_on_all(work: Callable[[], T], group: ProcessGroup | None = None, *, subject: str) -> T:
     """What `work` gives on this rank, once it has succeeded on all; else its faults on every rank. Collective."""
     value, faults, cause = attempt(work)
     agree(faults, group, subject=subject, cause=cause)
     return value  # type: ignore[return-value]
 
 
-def of_all(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
+def gather_faults(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
     """What any rank has found, on every rank. Collective."""
     return [fault for of_rank in gather(list(faults), group) for fault in of_rank]
 
 
-def other_files(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
+def file_faults(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
     """A fault for each file of which ranks, in their order, have another digest than the first that read it."""
     first: dict[str, bytes] = {}
     faults = []
@@ -176,7 +176,7 @@ def other_files(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
     return faults
 
 
-def unseen(where: str, seen: Sequence[bool]) -> list[Fault]:
+def unseen_faults(where: str, seen: Sequence[bool]) -> list[Fault]:
     """A fault where some ranks, in their order, see a checkpoint, and others do not."""
     if all(seen) or not any(seen):
         return []
@@ -188,7 +188,7 @@ def unseen(where: str, seen: Sequence[bool]) -> list[Fault]:
 def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *, subject: str) -> None:
     """Raise on every rank where ranks have `read` other files of one name; a digest of each by its name. Collective."""
     if len(set(gather(digest(sorted(read.items())), group))) > 1:
-        raise_faults(other_files(gather(read, group)), subject=subject)
+        raise_faults(file_faults(gather(read, group)), subject=subject)
 
 
 @contextmanager
@@ -207,7 +207,7 @@ def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | No
         raise error from cause
 
 
-class Told(NamedTuple):
+class RankReport(NamedTuple):
     """What one rank says after its steps: how far it came, what it found there, and a value for the others."""
 
     step: int
@@ -244,11 +244,11 @@ class Steps:
     def failed(self) -> bool:
         return bool(self._faults)
 
-    def tell(self, value: object = None) -> list[Told]:
+    def gather(self, value: object = None) -> list[RankReport]:
         """What each rank says, on every rank. Collective."""
-        return gather(Told(self._step, self._subject, tuple(self._faults), value))
+        return gather(RankReport(self._step, self._subject, tuple(self._faults), value))
 
-    def raise_first(self, told: Iterable[Told]) -> None:
+    def raise_first(self, told: Iterable[RankReport]) -> None:
         """Raise what the earliest failed step of any rank found; the same error on every rank."""
         failed = [one for one in told if one.faults]
         if failed:
@@ -258,7 +258,7 @@ class Steps:
 
     def agree(self) -> None:
         """Raise the same error on every rank when a step of any rank has failed. Collective."""
-        self.raise_first(self.tell())
+        self.raise_first(self.gather())
 
 
 def read_together(
@@ -285,7 +285,7 @@ def read_together(
     sums = None if pending and shared() else Sums.of(pending, replica)
     told = gather((faults + found + outcome.faults + mismatched, sums), group)
     raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
-    if not whole([of_rank for _, of_rank in told]):
+    if not are_complete([of_rank for _, of_rank in told]):
         everyone = gather((pending, replica), group)
         combined, again = combine([parts if other == replica else [] for parts, other in everyone])
         combined += read_again(pending, again)
@@ -311,7 +311,7 @@ class Sums(NamedTuple):
         crc = spans = 0
         for one in sums:
             record = one.record
-            drawn = partial(_drawn, repr((os.path.basename(record.path), *record[1:], replica)))
+            drawn = partial(_keyed_number, repr((os.path.basename(record.path), *record[1:], replica)))
             total = one.crc32
             for start, stop in one.spans:
                 spans += drawn(stop) - drawn(start)
@@ -319,23 +319,23 @@ class Sums(NamedTuple):
                     assert record.crc32 is not None
                     total ^= record.crc32
                     spans -= drawn(record.nbytes) - drawn(0)
-            crc ^= _multiplied(total, drawn(-1) | 1)
+            crc ^= _multiply(total, drawn(-1) | 1)
         return cls(crc, spans % 2**64)
 
 
-def whole(sums: Sequence[Sums | None]) -> bool:
+def are_complete(sums: Sequence[Sums | None]) -> bool:
     """Whether what all ranks read are whole records with their checksums; None is of a rank that cannot tell."""
     said = [one for one in sums if one is not None]
     crc = reduce(xor, (one.crc for one in said), 0)
     return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
 
 
-def _drawn(record: str, offset: int) -> int:
+def _keyed_number(record: str, offset: int) -> int:
     """A number of 64 bits that stands for an offset of a record."""
     return int.from_bytes(blake2b(f"{record} {offset}".encode(), digest_size=8).digest(), "little")
 
 
-def _multiplied(value: int, factor: int) -> int:
+def _multiply(value: int, factor: int) -> int:
     """The product of two polynomials over the field of two elements; it is linear in `value`, and one to one."""
     product = 0
     while value:

@@ -23,7 +23,7 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.operations.formats import FORMATS, format_of
 from ds_reshard.operations.pickles import scan_files, walk
 
@@ -44,7 +44,7 @@ _REFUSED = (*UNSAFE, "ReadFailed", "CheckpointNotFound")
 """What is refused of a file that is no part of the checkpoint; one that is damaged is not."""
 
 
-@uncollected()
+@gc_disabled()
 def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, optimizer: bool = True) -> Checkpoint:
     """The checkpoint, all of its shards opened and compared with `whole`, and no tensor's bytes read.
 

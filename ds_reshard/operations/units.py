@@ -12,7 +12,7 @@ from ds_reshard.containers.torch_zip_writer import ArchivePlan, PlainPlan, plan_
 from ds_reshard.errors import ConfigError
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord
@@ -26,7 +26,7 @@ from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Match, Plan, Planner, window_nbytes
 
 
-@uncollected()
+@gc_disabled()
 def target_of(source: Checkpoint, asked: ConversionRequest) -> Target:
     """What is to be written. Raises UnsupportedLayout for what the format cannot hold."""
     like = open_checkpoint(find_listing(asked.like, None)) if asked.like is not None else None
@@ -70,13 +70,13 @@ class Units:
         self._source = source
         self._target = target
         self.wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
-        for key, origin in target.wants.items():
+        for key, origin in target.sources.items():
             self.wants[target.layout[key].family][key] = origin
         self._planners = {family: Planner(source.index, target.layout, wants) for family, wants in self.wants.items()}
 
     def wanted(self, family: str) -> Sequence[Match]:
         """What the units of a family want, and where the source has it."""
-        return self._planners[family].wanted
+        return self._planners[family].matches
 
     def plan(self, unit: Unit, archives: Sequence[FilePlan]) -> Plan:
         """The copies that fill the storages of a unit's archives; `buffer_of` names each."""
@@ -89,7 +89,7 @@ class Units:
         fresh = {buffer: s.numel for buffer, s in storages if not s.path and buffer not in filled}
         plan = self._planners[unit.family].plan(unit.shard, sizes=fresh)
         copied = [_copy(storage, buffer) for buffer, storage in storages if storage.path and storage.nbytes]
-        copies = Copies.of(plan.copies).and_also(Copies.of(copied)) if copied else plan.copies
+        copies = Copies.of(plan.copies).merge(Copies.of(copied)) if copied else plan.copies
         return Plan(copies=copies, fills=plan.fills, checks=plan.checks)
 
 
@@ -114,7 +114,7 @@ def _copy(storage: StorageRecord, buffer: str) -> Copy:
     )
 
 
-@uncollected()
+@gc_disabled()
 def plan_listing(
     found: Found, *, asked: ConversionRequest, reading: Reading, bandwidth: float, shard: tuple[int, int]
 ) -> ConversionPlan:
@@ -127,7 +127,7 @@ def plan_listing(
     refuse_memory(reading.threads, reading.memory_nbytes)
     number, shards = shard
     in_parts = shards > 1 and found.format.in_parts
-    source = (open_weights if asked.weights_alone else open_checkpoint)(found, whole=not in_parts)
+    source = (open_weights if asked.weights_only else open_checkpoint)(found, whole=not in_parts)
     if in_parts:
         source.open_first()
     target = target_of(source, asked)

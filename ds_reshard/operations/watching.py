@@ -139,7 +139,7 @@ def watched(host: str, checkpoint: str | None, wanted: Asked | None = None) -> I
 
     A load inside another is part of it. Where `checkpoint` stays None there was nothing to load, and no event.
     """
-    from ds_reshard.operations.ranks import rank, within, world_size
+    from ds_reshard.operations.ranks import collective_timeout, rank, world_size
 
     outer = _CURRENT.get()
     if outer is not None:
@@ -150,7 +150,7 @@ def watched(host: str, checkpoint: str | None, wanted: Asked | None = None) -> I
     )
     token, before, error = _CURRENT.set(load), last_report(), None
     try:
-        with within(load.asked.timeout_s):
+        with collective_timeout(load.asked.timeout_s):
             yield load
     except BaseException as raised:
         error = raised

@@ -205,14 +205,14 @@ class Copies(Sequence[Copy]):
         }
 
     @classmethod
-    def together(cls, parts: Sequence[Copies]) -> Copies:
+    def concatenate(cls, parts: Sequence[Copies]) -> Copies:
         """Copies that have records, buffers and types in common."""
         if len(parts) == 1:
             return parts[0]
         tables = numpy.concatenate([part.table for part in parts], axis=1)
         return cls(tables, parts[0].records, parts[0].buffers, parts[0].types)
 
-    def and_also(self, others: Copies) -> Copies:
+    def merge(self, others: Copies) -> Copies:
         """These copies, and others behind them."""
         records, buffers, types = Numbers[Record](), Numbers[str](), Numbers[Types]()
         tables = []
@@ -234,7 +234,7 @@ class Copies(Sequence[Copy]):
         steps = (table[ROWS] - 1) * table[ROW_ELEMENTS] + (table[PLANES] - 1) * table[PLANE_ELEMENTS]
         return int(table[ELEMENT_OFFSET].min()), int((table[ELEMENT_OFFSET] + steps + table[NUMEL]).max())
 
-    def within(self, start: int, stop: int) -> Copies:
+    def clip(self, start: int, stop: int) -> Copies:
         """Of copies into one buffer, ordered by their place there, what fills its elements [start, stop)."""
         table = self.table
         if not len(self) or int((table[ROWS] * table[PLANES]).max()) > 1:
@@ -273,7 +273,7 @@ class Copies(Sequence[Copy]):
             some_left = made[:, made[ROWS] > 0]
             parts.append(Copies(some_left, self.records, self.buffers, self.types))
         edges = [run._clipped(start, stop) for part in (parts[0], parts[2]) for run in part.runs()]
-        return Copies.together([parts[1], *edges])
+        return Copies.concatenate([parts[1], *edges])
 
     def _planes_apart(self) -> Copies:
         planes = self.table[PLANES]

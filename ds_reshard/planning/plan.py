@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from ds_reshard.model.columns import NUMBER, Column, Cuts, Families, Family, Pieces
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
@@ -54,9 +54,9 @@ class Plan:
     def files(self) -> tuple[str, ...]:
         return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
 
-    def and_also(self, other: Plan) -> Plan:
+    def merge(self, other: Plan) -> Plan:
         """Both plans as one; they fill different buffers."""
-        copies = Copies.of(self.copies).and_also(Copies.of(other.copies)).in_order()
+        copies = Copies.of(self.copies).merge(Copies.of(other.copies)).in_order()
         checks = sorted({*self.checks, *other.checks}, key=lambda check: (check.record.path, check.byte_offset))
         return Plan(copies=copies, fills=(*self.fills, *other.fills), checks=tuple(checks))
 
@@ -104,7 +104,7 @@ class Planner:
     Shards are opened through `source`, whose `faults` the caller looks at afterwards.
     """
 
-    @uncollected()
+    @gc_disabled()
     def __init__(
         self,
         source: Index,
@@ -115,23 +115,23 @@ class Planner:
     ) -> None:
         self._source = source
         self._gaps = _Gaps(source, target, wants, elsewhere)
-        self.wanted = matched(source, target, wants)
+        self.matches = match_tensors(source, target, wants)
 
-    @uncollected()
+    @gc_disabled()
     def plan(self, rank: int, *, sizes: Mapping[str, int]) -> Plan:
         """The plan that fills `rank`'s buffers of the target layout.
 
         `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers there is zeroed. Cost is
         linear in the tensors of the layout, by arithmetic on columns, and in the shards that this rank touches.
         """
-        work = _Work(self._source)
+        work = _PlanBuilder(self._source)
         spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
-        for match in self.wanted:
-            held = match.held_by(rank)
+        for match in self.matches:
+            held = match.pieces_of(rank)
             if match.cuts is not None:
-                work.alike(held, match)
+                work.add_same_boxes(held, match)
             else:
-                work.one_by_one(held, match)
+                work.add_each(held, match)
             numbers = match.family.buffer[held.member].tolist()
             lengths = (held.stop - held.start).tolist()
             for number, at, numel in zip(numbers, held.element_offset.tolist(), lengths, strict=True):
@@ -160,19 +160,19 @@ class Match:
             numbers = [buffers[one.family, one.buffer] for one in self.origins]
             self.cuts, self.buffer = Cuts(self.origins), numpy.array(numbers, dtype=numpy.int64)
 
-    def held_by(self, rank: int) -> Pieces:
+    def pieces_of(self, rank: int) -> Pieces:
         """What a rank holds of these tensors."""
-        held = self.family.cuts.held_by(rank)
+        held = self.family.cuts.pieces_of(rank)
         return held.take(self._place[held.member] >= 0)
 
-    def located(self, held: Pieces) -> tuple[Pieces, Column]:
+    def locate(self, held: Pieces) -> tuple[Pieces, Column]:
         """Where the source has what a rank holds, of tensors that lie in one box: pieces, and the origin of each.
 
         The members of the pieces are numbers of those that are held.
         """
         assert self.cuts is not None
         origin = self._place[held.member]
-        pieces = self.cuts.take(origin).located(held.start, held.stop)
+        pieces = self.cuts.take(origin).locate(held.start, held.stop)
         return pieces, origin[pieces.member]
 
     def each(self, held: Pieces) -> Iterator[tuple[Placement, Placement, Region, int]]:
@@ -190,7 +190,7 @@ class Match:
         return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number
 
 
-def matched(source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> list[Match]:
+def match_tensors(source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> list[Match]:
     """The tensors of a target that are wanted, each matched with where the source has it."""
     families, made = Families(target), list[Match]()
     for name in dict.fromkeys(target[key].family for key in wants):
@@ -210,7 +210,7 @@ _TYPES = list(ElementType)
 _PAIRS: list[Types] = [(dtype, into) for dtype in _TYPES for into in _TYPES]
 
 
-class _Work:
+class _PlanBuilder:
     """One plan while it is made."""
 
     def __init__(self, source: Index) -> None:
@@ -221,9 +221,9 @@ class _Work:
         self._others: list[Copy] = []
         self.touched: dict[Record, set[_Shard]] = {}
 
-    def alike(self, held: Pieces, match: Match) -> None:
+    def add_same_boxes(self, held: Pieces, match: Match) -> None:
         """Plan what a rank holds of tensors that both sides cut as they like, all at once."""
-        pieces, origin = match.located(held)
+        pieces, origin = match.locate(held)
         places, extent = match.extents(pieces, origin)
         found = numpy.array([self._extent(*place) for place in places], dtype=numpy.int64).reshape(-1, 4).T
         record, byte_offset, dtype, itemsize = found[:, extent]
@@ -249,7 +249,7 @@ class _Work:
         self.touched.setdefault(extent.record, set()).add((origin.family, shard))
         return self._records[extent.record], extent.byte_offset, NUMBER[extent.dtype], extent.dtype.itemsize
 
-    def one_by_one(self, held: Pieces, match: Match) -> None:
+    def add_each(self, held: Pieces, match: Match) -> None:
         """Plan tensors whose boxes differ, or of which one side has several."""
         for member, origin, region, at in match.each(held):
             for shard, extent, run in self._source.runs(origin.key, region):
@@ -261,7 +261,7 @@ class _Work:
         if self._tables:
             together = numpy.concatenate(self._tables, axis=1)
             alike = Copies(together, list(self._records), list(self._buffers), _PAIRS)
-            found = alike.and_also(found) if self._others else alike
+            found = alike.merge(found) if self._others else alike
         return found.in_order().joined()
 
 
@@ -345,7 +345,7 @@ class _Gaps:
             else (-1, 0, 0)
             for one in extents
         ]
-        pieces = of_source.cuts.held_by(shard)
+        pieces = of_source.cuts.pieces_of(shard)
         pieces = pieces.take(self._wanted[family][pieces.member])
         places = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T
         record, byte_offset, itemsize = places[:, of_source.buffer[pieces.member]]

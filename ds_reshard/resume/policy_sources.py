@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from ds_reshard.errors import ConfigError, error_of, raise_faults
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.resume.policy import Given, ResumePolicy, combine, from_json
 
 PLACE = "command line"
@@ -316,7 +316,7 @@ _NO_RESUME: ContextVar[bool] = ContextVar("ds_reshard_no_resume", default=False)
 
 def no_resume() -> AbstractContextManager[None]:
     """What is loaded meanwhile is no resume, whoever has saved it: no policy applies to it."""
-    return during(_NO_RESUME, True)
+    return context_value(_NO_RESUME, True)
 
 
 def asked_policy(*more: Given) -> ResumePolicy:

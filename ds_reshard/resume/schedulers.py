@@ -19,7 +19,7 @@ from math import inf, isclose
 from types import SimpleNamespace
 
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 
 DEEPSPEED, TORCH, COUNTED, PLATEAU, UNKNOWN = "deepspeed", "torch", "counted", "plateau", "unknown"
 
@@ -50,7 +50,7 @@ _ASKED: list[str] = []
 
 def counted_elsewhere() -> AbstractContextManager[None]:
     """States that are given inside have been looked at by who gives them, for a count of other processes."""
-    return during(_ELSEWHERE, True)
+    return context_value(_ELSEWHERE, True)
 
 
 def is_counted_elsewhere() -> bool:

@@ -17,7 +17,7 @@ from test_nanotron_convert import contents, same
 
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ConfigError, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
-from ds_reshard.model.rules import given, rules_in
+from ds_reshard.model.rules import parse_rules, use_rules
 from ds_reshard.operations import Conversion, Options, convert, diff, plan, verify
 
 FORMATS = {"zero1": 3, "zero2": 2, "zero3": 3, "bf16": 1, "universal": None}
@@ -72,7 +72,7 @@ def test_there_and_back_through_two_tensor_parallel_ranks_of_deepspeed(to: str, 
     others = [re.escape(name) for name in shapes if re.escape(name) not in even]
     assert even and others
     rules = [{"parameters": "|".join(even)}, {"parameters": "|".join(others), "replicated": True}]
-    with given(rules_in(rules)):
+    with use_rules(parse_rules(rules)):
         converted(source, tmp_path / "out", to, tp=2, dp=3)
         assert verify(str(tmp_path / "out"), deep=True).faults == ()
     like = str(write(again(Run(dp=2, tp=2, pp=2), seed=5), tmp_path / "like"))

@@ -61,9 +61,9 @@ def arranged(harm: str) -> contextlib.AbstractContextManager[Any]:
     if not harm or torch.distributed.get_rank() != torch.distributed.get_world_size() - 1:
         return contextlib.nullcontext()
     if harm in PLANS:
-        plan_of = prepare.plan_of
+        plan_rank = prepare.plan_rank
         return mock.patch.object(
-            prepare, "plan_of", lambda *args, **named: _planned(plan_of(*args, **named), PLANS[harm])
+            prepare, "plan_rank", lambda *args, **named: _planned(plan_rank(*args, **named), PLANS[harm])
         )
     settle = move._settle_masters
 

@@ -20,7 +20,7 @@ from grid_truth import tensors
 
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.model.rules import given, rules_in
+from ds_reshard.model.rules import parse_rules, use_rules
 from ds_reshard.operations import convert, diff, fingerprint, plan, verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("golden_layouts")]
@@ -37,7 +37,7 @@ ROWS = Grid("pipeline", pp=2, tp=2, layers="divided")
 
 
 def converted(source: Path, out: Path, grid: Grid, to: str, **asked: Any) -> Path:
-    with given(rules_in(RULES) if grid in (UNSAID, WHOLE) else ()):
+    with use_rules(parse_rules(RULES) if grid in (UNSAID, WHOLE) else ()):
         convert(str(source), str(out), to=to, **asked)
     return out
 

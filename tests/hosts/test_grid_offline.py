@@ -24,7 +24,7 @@ from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.hosts.nanotron import foreign
-from ds_reshard.model.rules import Rule, given, rules_in
+from ds_reshard.model.rules import Rule, parse_rules, use_rules
 from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -38,7 +38,7 @@ def pipe(pp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers
 def rules_of(grid: Grid) -> tuple[Rule, ...]:
     """What the user has to say of a grid whose files do not."""
     said = PIPE_RULES if grid.kind == "pipeline" else RULES
-    return rules_in(said if "unsaid" in grid.layers else [])
+    return parse_rules(said if "unsaid" in grid.layers else [])
 
 
 def autotp(tp: int, dp: int = 1, stage: int | str = 1, dtype: str = "fp32", layers: str = "usual") -> Grid:
@@ -80,7 +80,7 @@ READ = [
 @pytest.mark.parametrize("grid", READ, ids=str)
 def test_every_tensor_of_a_grid_has_the_fingerprint_of_the_whole(folders: Folders, grid: Grid) -> None:
     """Weights, masters and moments by their names in the whole model: the truth, and no others are trained."""
-    with given(rules_of(grid)):
+    with use_rules(rules_of(grid)):
         found = fingerprint(str(folders(grid)))
     assert not found.faults
     expected = {at: str(fingerprint_of(value.contiguous())) for at, value in tensors(grid).items()}
@@ -100,7 +100,7 @@ PAIRS = [
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_one_model_saved_by_two_grids_does_not_differ(folders: Folders, pair: tuple[Grid, Grid]) -> None:
     """But in the samples that more ranks have seen. Param groups of stages are those of the whole model."""
-    with given(rules_of(pair[1])):
+    with use_rules(rules_of(pair[1])):
         found = diff(*(str(folders(grid)) for grid in pair))
     assert all(one.state == "equal" for one in found.tensors) and len(found.tensors) > 10
     assert {one.where for one in found.values} <= {"global_samples"}
@@ -117,7 +117,7 @@ def test_a_grid_that_is_whole_passes(folders: Folders, grid: Grid) -> None:
 @pytest.mark.parametrize("grid", [*(grid for grid in READ if grid is not UNSAID), Grid("muon", dp=2)], ids=str)
 def test_torch_reads_a_grid(folders: Folders, grid: Grid) -> None:
     """`ds_reshard.dcp.Reader` proves a folder before it serves it, copies on other ranks included."""
-    with given(rules_of(grid)):
+    with use_rules(rules_of(grid)):
         reader = Reader(str(folders(grid)))
         held = fingerprint(str(folders(grid)))
     read = {(one.name, one.kind): one.fingerprint for one in held.tensors if one.kind != "weight"}

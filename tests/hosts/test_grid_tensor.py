@@ -23,7 +23,7 @@ from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.formats.zero.checkpoint import Row
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.reader import open_checkpoint
-from ds_reshard.model.rules import given, rules_in
+from ds_reshard.model.rules import parse_rules, use_rules
 from ds_reshard.operations import convert, fingerprint, verify
 
 pytestmark = pytest.mark.distributed
@@ -406,7 +406,7 @@ def test_where_copies_differ_the_owners_counts(worlds: Any, folders: Folders, tm
     for rank, wrong in enumerate(({}, second)):
         (loaded,) = worlds[1].run("grid_jobs.load", grid=owned(mpu(1), rank), folder=str(folder))
         assert loaded["wrong"] == wrong
-        with given(rules_in(owners(rank))):
+        with use_rules(parse_rules(owners(rank))):
             told = {one.kind: one.fingerprint for one in fingerprint(str(folder)).tensors if one.name == "norm"}
             assert not verify(str(folder)).faults
         for kind in ("fp32", "exp_avg"):

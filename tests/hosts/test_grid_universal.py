@@ -20,7 +20,7 @@ from grid_truth import tensors
 
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.model.rules import given, rules_in
+from ds_reshard.model.rules import parse_rules, use_rules
 from ds_reshard.operations import convert, fingerprint, inspect, verify
 
 pytestmark = pytest.mark.distributed
@@ -166,7 +166,7 @@ def test_what_was_merged_wrong_is_refused_by_name(
     """By every tool, and by a load, which leaves the engine as it is."""
     grid, rules, text = REFUSED[case]
     folder = universals(grid)
-    with given(rules_in(list(rules))):
+    with use_rules(parse_rules(list(rules))):
         assert any(text in fault.line() for fault in verify(folder).faults)
         with pytest.raises(ReshardError) as raised:
             convert(folder, str(tmp_path / "out"), to="universal")
@@ -188,7 +188,7 @@ def test_what_another_rule_has_merged_is_named_beside_the_original(
     for kind in ("fp32", "exp_avg", "exp_avg_sq"):  # whose shape would be found without the original
         found = torch.load(zero / "row" / f"{kind}.pt")
         torch.save({**found, "param": torch.cat(found["param"].chunk(2), 1)}, zero / "row" / f"{kind}.pt")
-    with given(rules_in([{**rule, "vocabulary": 7} if "vocabulary" in rule else rule for rule in RULES])):
+    with use_rules(parse_rules([{**rule, "vocabulary": 7} if "vocabulary" in rule else rule for rule in RULES])):
         assert not verify(str(made), tag="universal").faults
         difference = verify(str(made), tag="universal", against=str(folders(grid))).difference
     assert difference is not None
@@ -204,7 +204,7 @@ def test_halves_that_were_merged_as_one_are_found_by_their_weights(universals: U
         file = folder / "universal" / "zero" / "row" / f"{kind}.pt"
         found = torch.load(file)
         torch.save({**found, "param": torch.cat(found["param"].chunk(2), 1)}, file)
-    with given(rules_in(RULES)):
+    with use_rules(parse_rules(RULES)):
         found = [fault.line() for fault in verify(str(folder)).faults]
     assert any("gate_up[weight]: 48 of 96 elements are not the cast" in line for line in found)
     assert any("qkv[weight]" in line for line in found)

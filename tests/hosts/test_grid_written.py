@@ -17,7 +17,7 @@ from grid_cases import Folders, Grid
 from grid_models import PIPE_RULES, RULES, expert_sizes
 
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout
-from ds_reshard.model.rules import given, rules_in
+from ds_reshard.model.rules import parse_rules, use_rules
 from ds_reshard.operations import Options, convert, diff, verify
 
 pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("golden_layouts")]
@@ -60,7 +60,7 @@ def test_what_is_written_for_several_ranks_is_loaded_by_deepspeed(
     Of one part the first ranks may have one more; a rank without any has the parameter in no flat buffer.
     """
     out = tmp_path / "out"
-    with given(rules_in(RULES) if source.layers == "unsaid" else ()):
+    with use_rules(parse_rules(RULES) if source.layers == "unsaid" else ()):
         convert(str(folders(source)), str(out), to=to, tp=target.tp, dp=target.dp)
         found = diff(str(folders(source)), str(out))
     assert len(found.tensors) > 10 and all(one.state == "equal" for one in found.tensors)
@@ -73,7 +73,7 @@ def test_what_is_written_for_several_ranks_is_loaded_by_deepspeed(
 
 def test_what_is_written_says_itself_how_it_is_cut(worlds: Any, folders: Folders, tmp_path: Path) -> None:
     """A run of one rank takes it without a rule, and a second conversion too."""
-    with given(rules_in(RULES)):
+    with use_rules(parse_rules(RULES)):
         convert(str(folders(cut(2, 2, layers="unsaid"))), str(tmp_path / "four"), to="zero1", tp=4, dp=1)
     (rank,) = worlds[1].run("grid_jobs.load", grid=cut(1, layers="unsaid"), folder=str(tmp_path / "four"))
     assert rank["wrong"] == {}
@@ -91,7 +91,7 @@ def test_a_universal_checkpoint_says_how_it_was_cut(
     """The shards of a run of two ranks are right, element by element, without a rule but for the first conversion."""
     at, rules, target = folders(source), RULES if source.layers == "unsaid" else (), replace(source, tp=2)
     for number, to in enumerate(between):
-        with given(rules_in(list(rules) if number == 0 else [])):
+        with use_rules(parse_rules(list(rules) if number == 0 else [])):
             convert(str(at), str(tmp_path / str(number)), to=to, dp=None if to == "universal" else 1)
         at = tmp_path / str(number)
     done = convert(str(at), str(tmp_path / "out"), to="zero1", tp=2, dp=source.dp)
@@ -129,7 +129,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_cut_so_is_refused_by_name(folders: Folders, tmp_path: Path, case: str) -> None:
     source, tp, rules, text = REFUSED[case]
-    with given(rules_in(list(rules))), pytest.raises(UnsupportedLayout) as raised:
+    with use_rules(parse_rules(list(rules))), pytest.raises(UnsupportedLayout) as raised:
         convert(str(folders(source)), str(tmp_path / "out"), to="zero1", tp=tp, dp=1)
     assert text in str(raised.value) and not (tmp_path / "out").exists()
 
@@ -266,7 +266,7 @@ def test_what_is_written_for_a_grid_is_loaded_by_deepspeed(
     """Stages of several tensor-parallel ranks, and parts that are not even as a first save of the run shows them."""
     like = first_step(folders(target), tmp_path / "like") if shown else None
     out = tmp_path / "out"
-    with given(rules_in(PIPE_RULES if source in (divided(4), divided(2, 2)) else ())):
+    with use_rules(parse_rules(PIPE_RULES if source in (divided(4), divided(2, 2)) else ())):
         convert(str(folders(source)), str(out), to=to, tp=None if shown else target.tp, dp=target.dp, like=like)
         assert all(one.state == "equal" for one in diff(str(folders(source)), str(out)).tensors)
     assert not verify(str(out), deep=True).faults
@@ -323,10 +323,10 @@ def test_stages_that_are_not_known_are_refused(folders: Folders, tmp_path: Path,
 def test_a_conversion_is_not_resumed_with_other_rules(folders: Folders, tmp_path: Path) -> None:
     """What was written by the first rules would stand beside what is written by the second."""
     source, out = str(folders(cut(1, layers="unsaid"))), str(tmp_path / "out")
-    with given(rules_in(RULES)):
+    with use_rules(parse_rules(RULES)):
         convert(source, out, to="zero1", tp=2, dp=1, options=Options(shard=(0, 2)))
     with (
-        given(rules_in([*RULES[:-1], {"parameters": "norm"}])),
+        use_rules(parse_rules([*RULES[:-1], {"parameters": "norm"}])),
         pytest.raises(ReshardError, match="left by another conversion"),
     ):
         convert(source, out, to="zero1", tp=2, dp=1, options=Options(shard=(1, 2)))

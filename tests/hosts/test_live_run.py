@@ -37,9 +37,9 @@ def test_a_run_that_is_foreseen_is_the_one_that_comes(
     At stage 0 no file tells the optimizer's class, and so which states it keeps.
     """
     folder, _ = saves(run, model)
-    made = foreseen._Forecasting(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp), None)
+    made = foreseen._Forecasting(str(folder), foreseen.PlannedRun(config=ds_config(run), world=run.dp), None)
     made.decide()
-    coming = [asked(made._run(rank).run) for rank in range(run.dp)]
+    coming = [asked(made._plan_rank(rank).run) for rank in range(run.dp)]
     real = worlds[run.dp].run("live_run_jobs.of_engine", run=run, model=model)
     for foretold, is_so in zip(coming, real, strict=True):
         assert foretold == is_so

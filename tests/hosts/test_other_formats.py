@@ -141,9 +141,9 @@ def test_an_optimizer_without_names_decides_no_load_of_weights_alone(
         assert all(same_bits(loaded[0]["weights"][name], kept) for name, kept in saved[0]["weights"].items())
     skipped = {**ds_config(run), "ds_reshard": {"resume": {"optimizer": "skip"}}}
     for config, faults in ((skipped, 0), (ds_config(run), 1)):
-        assert len(foreseen.forecast(str(folder), foreseen.Coming(config=config, world=2)).faults) == faults
+        assert len(foreseen.forecast(str(folder), foreseen.PlannedRun(config=config, world=2)).faults) == faults
     for there in ("not opened", None):
-        told = foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=2))
+        told = foreseen.forecast(str(folder), foreseen.PlannedRun(config=skipped, world=2))
         assert told.faults == () and told.report is not None
         rows = [told.report[name] for name in ("fp32 masters", "moments")]
         assert [(row.checkpoint, row.used) for row in rows] == [(there, "from weights"), (there, "anew")]
@@ -167,7 +167,7 @@ def test_optimizer_files_that_are_damaged_decide_no_load_of_weights_alone(
             file.unlink()
     for run in (Run(2, 2), Run(1, 3)):
         skipped = {**ds_config(run), "ds_reshard": {"resume": {"optimizer": "skip"}}}
-        told = foreseen.forecast(str(folder), foreseen.Coming(config=skipped, world=run.dp))
+        told = foreseen.forecast(str(folder), foreseen.PlannedRun(config=skipped, world=run.dp))
         assert bool(told.faults) is (kind == 3)
         if kind == 3:
             _refused(worlds, run, folder, **alone)

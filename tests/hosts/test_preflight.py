@@ -203,7 +203,7 @@ def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
             parser = argparse.ArgumentParser()
             dests, adopted = policy_sources.define(parser)
             policy_sources.ask(policy_sources.given(parser.parse_args(list(pair.flags)), dests, adopted=adopted))
-        coming = foreseen.Coming(config=ds_config(pair.coming), world=pair.run.dp, model=model)
+        coming = foreseen.PlannedRun(config=ds_config(pair.coming), world=pair.run.dp, model=model)
         return foreseen.forecast(str(folder), coming, tag=pair.tag)
     finally:
         policy_sources.forget()
@@ -255,7 +255,7 @@ def test_values_of_a_json_are_foreseen(
     """Rates, decay and position of the first update, to the last row: nothing is the script's."""
     folder, _ = kept(saved.but(run=Run(1, 1)))
     coming = saved.but(**{"run": Run(1, 1), **changed})
-    said = foreseen.forecast(str(folder), foreseen.Coming(config=config_of(coming), world=coming.run.dp))
+    said = foreseen.forecast(str(folder), foreseen.PlannedRun(config=config_of(coming), world=coming.run.dp))
     real = worlds[coming.run.dp].run("preflight_jobs.outcome", run=coming, folder=str(folder))[0]
     agree(said, real, loader, refused)
     if said.report is not None:
@@ -279,7 +279,7 @@ def test_folders_of_other_formats(
     folder = source.parent / f"{source.name}-{kind}"
     if not folder.exists():
         convert(str(source), str(folder), to=kind)
-    said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
+    said = foreseen.forecast(str(folder), foreseen.PlannedRun(config=ds_config(run), world=run.dp))
     real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=model, folder=str(folder))[0]
     agree(said, real, "ds_reshard", refused)
 
@@ -295,7 +295,7 @@ def test_a_checkpoint_that_acts_is_refused_before_the_job(
     (path,) = folder.glob("*/mp_rank_00_model_states.pt")
     entries = torch.load(path, weights_only=False)
     torch.save({**entries, "note": _Acts()}, path)
-    said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(run), world=run.dp))
+    said = foreseen.forecast(str(folder), foreseen.PlannedRun(config=ds_config(run), world=run.dp))
     real = worlds[run.dp].run("preflight_jobs.outcome", run=run, model=PLAIN, folder=str(folder))[0]
     agree(said, real, "", "UnsafePickle")
 
@@ -346,14 +346,16 @@ def test_moments_that_an_offload_in_part_loses(saves: Saves, foreseen: Any) -> N
     folder, _ = saves(Run(2, 2), PLAIN)
     for ratio, loads in ((0.5, False), (1.0, True)):
         options = {"offload_optimizer": {"device": "cpu", "ratio": ratio}, "sub_group_size": 20}
-        said = foreseen.forecast(str(folder), foreseen.Coming(config=ds_config(Run(3, 2, options=options)), world=2))
+        said = foreseen.forecast(
+            str(folder), foreseen.PlannedRun(config=ds_config(Run(3, 2, options=options)), world=2)
+        )
         assert [fault.where for fault in said.faults] == ["zero_optimization.offload_optimizer.ratio"] * (not loads)
 
 
 @pytest.mark.parametrize("run", [Run(2, 2, options=OFFLOAD), Run(2, 2)], ids=str)
 def test_memory_of_what_is_offloaded_and_of_what_deepspeed_reads(saves: Saves, foreseen: Any, run: Run) -> None:
     """The optimizer's is the host's where it is offloaded; files that DeepSpeed reads are there whole, beside it."""
-    said = foreseen.forecast(str(saves(Run(2, 2), PLAIN)[0]), foreseen.Coming(config=ds_config(run), world=2))
+    said = foreseen.forecast(str(saves(Run(2, 2), PLAIN)[0]), foreseen.PlannedRun(config=ds_config(run), world=2))
     (cost, _) = said.costs
     held = cost.optimizer_nbytes * (run.options == OFFLOAD)
     assert said.loader == "DeepSpeed" and said.buffer_nbytes == 0

@@ -21,12 +21,12 @@ def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
     """AutoTP's files say how they are divided; a run of which not every rank has the same model is not foreseen."""
     source, target = Grid("autotp", tp=2, dp=1, stage=1), Grid("autotp", dp=2, stage=2)
     folder = str(folders(source))
-    said = foreseen.forecast(folder, foreseen.Coming(config=grid_jobs.config_of(target), world=2))
+    said = foreseen.forecast(folder, foreseen.PlannedRun(config=grid_jobs.config_of(target), world=2))
     real = worlds[2].run("preflight_jobs.outcome", run=target, folder=folder)[0]
     agree(said, real, "ds_reshard", "")
     divides = {**grid_jobs.config_of(target), "tensor_parallel": {"autotp_size": 4}}
     for config in (divides, {**divides, "tensor_parallel": {}, "sequence_parallel_size": 2}):
-        said = foreseen.forecast(folder, foreseen.Coming(config=config, world=2))
+        said = foreseen.forecast(folder, foreseen.PlannedRun(config=config, world=2))
         assert [fault.error for fault in said.faults] == ["UnsupportedLayout"]
 
 
@@ -58,7 +58,7 @@ def test_tensor_parallel_runs_of_as_many_ranks_as_saved(
     if harmed:
         folder = Path(shutil.copytree(folder, tmp_path / "copy"))
         change("*pp_rank_0_mp_rank_01_optim_states.pt")(folder)
-    coming = foreseen.Coming(config=grid_jobs.config_of(target), world=target.ranks, tp=2)
+    coming = foreseen.PlannedRun(config=grid_jobs.config_of(target), world=target.ranks, tp=2)
     said = foreseen.forecast(str(folder), coming)
     real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))
     agree(said, real[0], loader, "CheckpointDamaged" if harmed else "")
@@ -121,7 +121,7 @@ def test_runs_of_another_grid(
         kind = "model" if source.stage == 0 else "optim"
         change(max(folder.glob(f"*/*_{kind}_states.pt")).name)(folder)
     config = grid_jobs.config_of(target)
-    coming = foreseen.Coming(config=config, world=target.ranks, tp=target.tp, pp=target.pp, ep=target.ep)
+    coming = foreseen.PlannedRun(config=config, world=target.ranks, tp=target.tp, pp=target.pp, ep=target.ep)
     said = foreseen.forecast(str(folder), coming)
     real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folder))
     agree(said, real[0], loader, "CheckpointDamaged" if harmed else "")
@@ -136,9 +136,9 @@ def test_rows_of_several_saves_and_sizes_that_are_not_foreseen(foreseen: Any, fo
     folder = Path(shutil.copytree(folders(source), tmp_path / "copy"))
     (path,) = folder.glob("*/mp_rank_01_model_states.pt")
     torch.save({**torch.load(path, weights_only=False), "global_steps": 99}, path)
-    said = foreseen.forecast(str(folder), foreseen.Coming(config=config, world=2, tp=2))
+    said = foreseen.forecast(str(folder), foreseen.PlannedRun(config=config, world=2, tp=2))
     assert "is of another step or run" in said.verdict
-    said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=4, tp=4))
+    said = foreseen.forecast(str(folders(source)), foreseen.PlannedRun(config=config, world=4, tp=4))
     assert "nothing says how it is cut" in said.verdict
 
 
@@ -152,7 +152,7 @@ REFUSED = [
 def test_stages_that_deepspeed_refuses(
     worlds: Any, foreseen: Any, folders: Any, source: Grid, target: Grid, why: str
 ) -> None:
-    coming = foreseen.Coming(config=grid_jobs.config_of(target), world=target.ranks, pp=target.pp, ep=target.ep)
+    coming = foreseen.PlannedRun(config=grid_jobs.config_of(target), world=target.ranks, pp=target.pp, ep=target.ep)
     said = foreseen.forecast(str(folders(source)), coming)
     real = worlds[target.ranks].run("preflight_jobs.outcome", run=target, folder=str(folders(source)))[0]
     assert why in said.verdict
@@ -175,5 +175,5 @@ def test_what_the_script_alone_says_is_not_foreseen(
     foreseen: Any, folders: Any, source: Grid, asked: dict[str, int], why: str
 ) -> None:
     config = {**grid_jobs.config_of(source), "tensor_parallel": {}}
-    said = foreseen.forecast(str(folders(source)), foreseen.Coming(config=config, world=56, **asked))
+    said = foreseen.forecast(str(folders(source)), foreseen.PlannedRun(config=config, world=56, **asked))
     assert why in said.verdict and "not foreseen" in said.verdict

@@ -43,7 +43,7 @@ def test_the_trainer_fills_the_same(tmp_path: Path, case: str) -> None:
     from transformers import TrainingArguments
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig, unset_hf_deepspeed_config
 
-    from ds_reshard.hosts.deepspeed.coming import by_flags
+    from ds_reshard.hosts.deepspeed.coming import fill_from_flags
 
     given = {name: float(value) if set(value) & set(".e") else int(value) for name, value in FLAGS[case].items()}
     arguments = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], **given)
@@ -53,7 +53,7 @@ def test_the_trainer_fills_the_same(tmp_path: Path, case: str) -> None:
         theirs.trainer_config_finalize(arguments, None, arguments.max_steps)
     finally:
         unset_hf_deepspeed_config()
-    ours = by_flags(AUTO, _values([f"--{name}={value}" for name, value in FLAGS[case].items()]))
+    ours = fill_from_flags(AUTO, _values([f"--{name}={value}" for name, value in FLAGS[case].items()]))
     told = _flat(ours)
     assert {name: value for name, value in _flat(theirs.config).items() if told[name] != "auto"} == {
         name: value for name, value in told.items() if value != "auto"
@@ -63,9 +63,9 @@ def test_the_trainer_fills_the_same(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("flags", [["--warmup_steps", "0.1"], ["--warmup_steps", "0.1", "--max_steps", "-1"]], ids=str)
 def test_what_follows_from_the_data_is_not_made_up(flags: list[str]) -> None:
-    from ds_reshard.hosts.deepspeed.coming import by_flags
+    from ds_reshard.hosts.deepspeed.coming import fill_from_flags
 
-    filled = by_flags(AUTO, _values(flags))["scheduler"]
+    filled = fill_from_flags(AUTO, _values(flags))["scheduler"]
     assert filled == AUTO["scheduler"]
 
 

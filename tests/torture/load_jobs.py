@@ -159,7 +159,7 @@ def lost(
     With the seconds that it waited.
     """
     import ds_reshard
-    from ds_reshard.operations.ranks import within
+    from ds_reshard.operations.ranks import collective_timeout
 
     run = replace(run, config={**run.config, "ds_reshard": {"timeout_s": seconds}})
     engine, rank = build(run, model, seed=99), torch.distributed.get_rank()
@@ -173,5 +173,5 @@ def lost(
     with ds_reshard.install("deepspeed"), calls.watched(), _before_collectives(befalls):
         said = ended(lambda: engine.load_checkpoint(folder))
     waited = time.monotonic() - began
-    with within(seconds):
+    with collective_timeout(seconds):
         return said, "" if said.startswith(("done", "unnamed")) else outcome(engine.step), waited

@@ -9,7 +9,7 @@ import pytest
 import ds_reshard
 from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.flat import in_turn
-from ds_reshard.hosts.deepspeed.coming import parsed
+from ds_reshard.hosts.deepspeed.coming import parse_config
 
 MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 
@@ -26,7 +26,7 @@ MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any], world: int, mend: str) -> None:
     with pytest.raises(ConfigError, match=mend):
-        parsed(config, world)
+        parse_config(config, world)
 
 
 @pytest.mark.parametrize("batch", [12, 30, 32])
@@ -38,31 +38,31 @@ def test_each_way_that_is_offered_passes(batch: int, micro: int | None, steps: i
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     config = {n: v for n, v in zip(names, (batch, micro, steps), strict=True) if v is not None}
     try:
-        parsed(config, world)
+        parse_config(config, world)
         return
     except ConfigError as error:
         (mend,) = [line for line in str(error).splitlines() if "To mend" in line]
     if "as many ranks" in mend:
         ranks = [int(one) for one in mend.split("(")[1].split(")")[0].split(",")]
-        assert all(parsed(config, one) for one in ranks) and world not in ranks
+        assert all(parse_config(config, one) for one in ranks) and world not in ranks
         assert all(_refused(config, one) for one in range(1, max(ranks)) if one not in ranks)
     if "leave out gradient_accumulation_steps" in mend:
         config.pop("gradient_accumulation_steps")
-        assert parsed(config, world).gradient_accumulation_steps == int(mend.split()[-1])
+        assert parse_config(config, world).gradient_accumulation_steps == int(mend.split()[-1])
     elif "set train_micro_batch_size_per_gpu" in mend:
-        assert parsed({**config, "train_micro_batch_size_per_gpu": int(mend.split()[-1])}, world)
+        assert parse_config({**config, "train_micro_batch_size_per_gpu": int(mend.split()[-1])}, world)
     else:
-        assert parsed({**config, "train_batch_size": int(mend.split()[-1])}, world)
+        assert parse_config({**config, "train_batch_size": int(mend.split()[-1])}, world)
 
 
 def _refused(config: dict[str, Any], world: int) -> bool:
     with pytest.raises(ConfigError):
-        parsed(config, world)
+        parse_config(config, world)
     return True
 
 
 def test_what_can_be_divided_follows_the_ranks() -> None:
-    assert [parsed(MICRO, world).gradient_accumulation_steps for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
+    assert [parse_config(MICRO, world).gradient_accumulation_steps for world in (1, 2, 3, 6)] == [6, 3, 2, 1]
 
 
 def test_parameters_are_dealt_out_among_any_number_of_ranks_at_once() -> None:

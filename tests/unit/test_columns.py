@@ -36,7 +36,7 @@ def placed(draw):
 @QUICK
 @given(st.lists(placed(), max_size=6), st.integers(0, 9))
 def test_what_a_shard_holds(members, shard):
-    pieces = Cuts(members).held_by(shard)
+    pieces = Cuts(members).pieces_of(shard)
     expected = [(number, member.piece(shard)) for number, member in enumerate(members)]
     assert [
         (member, (start, stop, at))
@@ -50,7 +50,7 @@ def test_where_elements_lie(members, data):
     members = [member for member in members if member.numel]
     spans = [sorted(data.draw(st.sets(st.integers(0, one.numel), min_size=2, max_size=2))) for one in members]
     start, stop = numpy.array(spans, dtype=numpy.int64).reshape(-1, 2).T
-    pieces = Cuts(members).located(start, stop)
+    pieces = Cuts(members).locate(start, stop)
     assert [(row[0], Piece(*row[1:])) for row in zip(*(column.tolist() for column in pieces), strict=True)] == [
         (number, piece)
         for number, (member, span) in enumerate(zip(members, spans, strict=True))

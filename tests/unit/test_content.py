@@ -27,7 +27,7 @@ def test_what_is_trained_has_every_state_and_what_lies_beside_is_no_weight() -> 
     kinds = {("w", "weight"), ("w", "fp32"), ("w", "exp_avg"), ("v", "weight"), ("rng", "weight")}
     keys = {TensorKey(name=name, kind=kind) for name, kind in kinds}
     tensors = {key: TensorSource(shape=(2,), dtype=ElementType.FLOAT32, origin=key) for key in keys}
-    content = Content(folder="run", ranks=1, tensors=tensors, facts=None, beside={"rng": ("train", "rng")})
+    content = Content(folder="run", ranks=1, tensors=tensors, facts=None, extra_tensors={"rng": ("train", "rng")})
     assert set(content.weights) == {"w", "v"}
     assert {name: set(states) for name, states in content.trained.items()} == {"w": {"fp32", "exp_avg"}}
 

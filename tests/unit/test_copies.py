@@ -113,7 +113,7 @@ def test_what_fills_a_span_of_a_buffer(copies, data):
     places = [element for _, _, _, _, element, _ in elements(copies)]
     assert (start, stop) == (min(places), max(places) + 1)
     edges = sorted({start, stop, *data.draw(st.lists(st.integers(start, stop), max_size=4))})
-    parts = [of_buffer.within(*edge) for edge in pairwise(edges)]
+    parts = [of_buffer.clip(*edge) for edge in pairwise(edges)]
     assert elements([copy for part in parts for copy in part]) == elements(copies)
     for (first, last), part in zip(pairwise(edges), parts, strict=True):
         assert all(first <= element < last for _, _, _, _, element, _ in elements(part))
@@ -137,7 +137,7 @@ def test_large_numbers_are_exact():
     assert made.nbytes == 9000 * copy.nbytes > 2**63
     assert made.numel == 9000 * (1 << 18) * ((1 << 32) + 1)
     assert made[8999] == copy
-    last = made[:1].within(copy.element_offset + (1 << 52), 1 << 62)
+    last = made[:1].clip(copy.element_offset + (1 << 52), 1 << 62)
     assert list(last) == [
         copy._replace(byte_offset=copy.byte_offset + (1 << 54), element_offset=copy.element_offset + (1 << 52), rows=())
     ]

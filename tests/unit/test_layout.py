@@ -23,7 +23,7 @@ from ds_reshard.formats.zero.flat import (
     turned_back,
     whole,
 )
-from ds_reshard.model.layout import Cut, Holder, Layout, Placement, TensorKey, Tiles, check_cover, chunked
+from ds_reshard.model.layout import Cut, Holder, Layout, Placement, TensorKey, Tiles, check_cover, chunked_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Part, Region, overlap
 
@@ -318,7 +318,7 @@ def grids(draw):
 
 
 def in_chunks(shape: tuple[int, ...], boxes: list[Box]) -> Placement:
-    return chunked(TensorKey(name="p", kind="weight"), shape, FP32, boxes, family="f", buffer="chunk")
+    return chunked_placement(TensorKey(name="p", kind="weight"), shape, FP32, boxes, family="f", buffer="chunk")
 
 
 @QUICK
@@ -350,7 +350,7 @@ def test_near_tiles_are_all_that_a_region_meets(grid, data):
     start, stop = sorted(data.draw(st.tuples(st.integers(0, box.numel), st.integers(0, box.numel))))
     wanted = Region(box=box, start=start, stop=stop)
     tiles = in_chunks(shape, boxes).tiles
-    near = [tile.box for tile in Tiles(tiles).near(wanted)]
+    near = [tile.box for tile in Tiles(tiles).candidates(wanted)]
     met = [tile.box for tile in tiles if list(overlap(wanted, Region(box=tile.box, start=0, stop=tile.numel)))]
     assert len(near) == len({box.offset for box in near}) and {box.offset for box in met} <= {b.offset for b in near}
 
@@ -361,9 +361,9 @@ def test_of_many_tiles_only_the_near_ones_are_looked_at(axis):
     boxes = [Box(offset=(0, 2 * i) if axis else (2 * i, 0), size=(512, 2) if axis else (2, 512)) for i in range(256)]
     tiles = Tiles(in_chunks((512, 512), boxes).tiles)
     box = Box(offset=(101, 0), size=(4, 512)) if axis == 0 else Box(offset=(0, 101), size=(512, 4))
-    assert len(tiles.near(Region(box=box, start=0, stop=box.numel))) == 3
+    assert len(tiles.candidates(Region(box=box, start=0, stop=box.numel))) == 3
     row = Region(box=Box.whole((512, 512)), start=512 * 7 + 9, stop=512 * 7 + 14)
-    assert len(tiles.near(row)) == (3 if axis else 1)
+    assert len(tiles.candidates(row)) == (3 if axis else 1)
 
 
 @QUICK

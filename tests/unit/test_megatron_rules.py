@@ -23,7 +23,7 @@ from ds_reshard.formats.megatron.flat_states import (
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
 from ds_reshard.formats.megatron.torch_dist import _contradictions, _incomplete, _of_fragments, _sharding, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
-from ds_reshard.model.layout import TensorKey, tiled
+from ds_reshard.model.layout import TensorKey, tiled_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
@@ -46,7 +46,7 @@ def test_a_weight_that_lies_in_no_buffer_is_named() -> None:
     """But for the bias of a router, which no optimizer steps."""
     names = [f"decoder.layers.1.mlp.router.{leaf}" for leaf in ("expert_bias", "weight", "bias")]
     weights = {
-        key: tiled(key, (4,), ElementType.FLOAT32, [], family="a", buffer="b")
+        key: tiled_placement(key, (4,), ElementType.FLOAT32, [], family="a", buffer="b")
         for key in (TensorKey(name=name, kind="weight") for name in names)
     }
     (fault,) = unplaced("here", weights, names[1:2])
@@ -239,7 +239,7 @@ def test_masters_that_are_no_fp32_are_refused(dtype: str) -> None:
     made = {}
     for kind, held in (("weight", "bfloat16"), ("fp32", dtype), ("exp_avg", "float32")):
         key = TensorKey(name="x", kind=kind)
-        made[key] = tiled(key, (4,), ElementType.named(held), [(0, 0, Box.whole((4,)))], family="", buffer="")
+        made[key] = tiled_placement(key, (4,), ElementType.named(held), [(0, 0, Box.whole((4,)))], family="", buffer="")
     (fault,) = _incomplete("here", made)
     assert (fault.error, fault.found) == (
         "UnsupportedLayout",

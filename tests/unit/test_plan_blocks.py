@@ -13,7 +13,7 @@ from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.files import StagingExecutor
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Extent, Index, Record
-from ds_reshard.model.layout import Layout, TensorKey, chunked
+from ds_reshard.model.layout import Layout, TensorKey, chunked_placement
 from ds_reshard.model.region import Box
 from ds_reshard.planning.plan import Planner
 
@@ -27,7 +27,7 @@ def by_blocks(shape, axis, ranks):
         offset[axis], size[axis] = start, stop - start
         boxes.append(Box(offset=tuple(offset), size=tuple(size)))
     key = TensorKey(name="w", kind="fp32")
-    return chunked(key, shape, FP32, boxes, family="f", buffer="fp32/0"), boxes
+    return chunked_placement(key, shape, FP32, boxes, family="f", buffer="fp32/0"), boxes
 
 
 def block_of(tensor, box):

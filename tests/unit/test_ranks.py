@@ -17,7 +17,7 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, ModelMismatch, Res
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
-from ds_reshard.operations.ranks import Steps, Sums, answered, whole, within
+from ds_reshard.operations.ranks import Steps, Sums, are_complete, collective, collective_timeout
 
 DATA = random.Random(1).randbytes(64)
 RECORD = Record(path="file", byte_offset=100, nbytes=len(DATA), crc32=crc32(DATA))
@@ -39,7 +39,7 @@ def _rank(failing: int, error: type[ReshardError]) -> Steps:
 def test_every_rank_raises_what_the_earliest_step_found() -> None:
     """Whichever rank failed there; what later steps found is not told, as they might not have been reached."""
     ranks = [_rank(3, ModelMismatch), _rank(2, CheckpointDamaged), _rank(0, ModelMismatch)]
-    told = [one for rank in ranks for one in rank.tell()]
+    told = [one for rank in ranks for one in rank.gather()]
     said = []
     for rank in ranks:
         with pytest.raises(CheckpointDamaged, match="step 2") as raised:
@@ -56,13 +56,13 @@ def test_after_a_failure_only_what_others_wait_for_is_done() -> None:
     steps.take(lambda: done.append("waited for"), subject="later", always=True)
     steps.take(lambda: _fails(CheckpointDamaged, "again"), subject="later", always=True)
     assert done == ["waited for"] and steps.failed
-    (told,) = steps.tell()
+    (told,) = steps.gather()
     assert (told.step, told.subject, [fault.error for fault in told.faults]) == (1, "step 1", ["ModelMismatch"])
 
 
 def test_what_only_another_version_knows_is_said_to_be_so() -> None:
     """torch unpickles what ranks tell inside the collective."""
-    with pytest.raises(ConfigError, match=r"another version.*has no Ready2.*install the same version"), answered():
+    with pytest.raises(ConfigError, match=r"another version.*has no Ready2.*install the same version"), collective():
         raise AttributeError("module ready has no Ready2")
 
 
@@ -74,13 +74,13 @@ def _sums(data: bytes, *spans: tuple[int, int]) -> Sums:
 def test_sums_of_all_ranks_cancel_where_the_record_is_as_it_was_saved() -> None:
     """However it is cut; a changed bit, a slice that nobody read or two did, a rank that cannot tell: they do not."""
     cut = list(pairwise((0, 5, 24, 63, 64)))
-    assert whole([_sums(DATA, *cut[::2]), _sums(DATA, *cut[1::2])]) and whole([_sums(DATA, *cut)])
+    assert are_complete([_sums(DATA, *cut[::2]), _sums(DATA, *cut[1::2])]) and are_complete([_sums(DATA, *cut)])
     other = bytes([DATA[0] ^ 1]) + DATA[1:]
-    assert not whole([_sums(other, *cut)])
-    assert not whole([_sums(DATA, *cut[1:])]) and not whole([_sums(DATA, *cut[:-1])])
-    assert not whole([_sums(DATA, *cut), _sums(DATA, cut[1])])
-    assert not whole([_sums(DATA, *cut), None])
-    assert not whole([_sums(DATA, cut[0]), _sums(DATA, cut[0])]), "checksums alone cancel"
+    assert not are_complete([_sums(other, *cut)])
+    assert not are_complete([_sums(DATA, *cut[1:])]) and not are_complete([_sums(DATA, *cut[:-1])])
+    assert not are_complete([_sums(DATA, *cut), _sums(DATA, cut[1])])
+    assert not are_complete([_sums(DATA, *cut), None])
+    assert not are_complete([_sums(DATA, cut[0]), _sums(DATA, cut[0])]), "checksums alone cancel"
 
 
 @pytest.fixture
@@ -98,11 +98,11 @@ def test_groups_wait_as_long_as_is_asked_and_then_as_before(group: dist.ProcessG
         backends = [one._get_backend(torch.device("cpu")) for one in (group, other)]
         return [one.options._timeout.total_seconds() for one in backends]
 
-    with pytest.raises(CheckpointDamaged), within(5):
+    with pytest.raises(CheckpointDamaged), collective_timeout(5):
         assert seconds() == [5, 5]
         _fails(CheckpointDamaged, "a file")
     assert seconds() == [77, 33]
-    with within(None):
+    with collective_timeout(None):
         assert seconds() == [77, 33]
 
 
@@ -110,5 +110,8 @@ def test_a_group_whose_timeout_cannot_be_set_is_named(
     group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(group), "_get_backend", lambda group, device: object())
-    with pytest.raises(ConfigError, match="timeout_s: the timeout of a process group cannot be set"), within(5):
+    with (
+        pytest.raises(ConfigError, match="timeout_s: the timeout of a process group cannot be set"),
+        collective_timeout(5),
+    ):
         pass

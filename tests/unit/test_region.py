@@ -87,7 +87,7 @@ def test_boxes_meet_where_they_share_an_element(case, data):
     shape, box = case
     axes = [(at := data.draw(st.integers(0, size)), data.draw(st.integers(0, size - at))) for size in shape]
     other = Box(offset=tuple(at for at, _ in axes), size=tuple(n for _, n in axes))
-    assert box.meets(other) == bool(set(indices(box)) & set(indices(other)))
+    assert box.intersects(other) == bool(set(indices(box)) & set(indices(other)))
 
 
 @QUICK

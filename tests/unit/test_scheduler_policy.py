@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler, StepLR
 
-from ds_reshard.hosts.deepspeed.resume import ByScheduler, take_model_step
+from ds_reshard.hosts.deepspeed.resume import SchedulerMap, take_model_step
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.scheduler_policy import SavedValues, ScheduleResume
 from ds_reshard.resume.schedulers import Beginning
@@ -116,7 +116,7 @@ def test_checkpoint_without_the_optimizer_takes_all_param_groups_or_none(known: 
 
 
 def test_what_is_noted_of_schedulers_is_by_identity_and_as_long_as_they_live() -> None:
-    noted: ByScheduler[int] = ByScheduler()
+    noted: SchedulerMap[int] = SchedulerMap()
     one, other = Data(), Data()
     noted[one], noted[other] = 1, 2
     assert list(noted.values()) == [1, 2] and noted.pop(one) == 1 and one not in noted

@@ -29,7 +29,7 @@ from ds_reshard.hosts.deepspeed.engine import module_of, told_by_parameters
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.hosts.deepspeed.load_targets import run_shares
 from ds_reshard.model.layout import check_cover
-from ds_reshard.model.rules import Rule, rule_faults, rules_in
+from ds_reshard.model.rules import Rule, parse_rules, rule_faults
 
 
 @st.composite
@@ -268,7 +268,7 @@ def test_rules_of_a_file():
         {"parameters": "out", "dim": 1, "parts": 2},
     ]
     assert rule_faults("rules", said) == []
-    assert rules_in(said) == (
+    assert parse_rules(said) == (
         Rule(r".*\.qkv\.weight", parts=(8, 4, 4)),
         Rule("norm", replicated=True),
         Rule("embed", vocabulary=7),

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 
 
 @pytest.fixture
@@ -35,18 +35,18 @@ def many(collections):
 
 def test_nothing_is_collected_on_the_way(collections):
     assert many(collections)[0] > 0
-    assert uncollected()(many)(collections) == (0, 100_000)
+    assert gc_disabled()(many)(collections) == (0, 100_000)
     assert gc.isenabled() and many(collections)[0] > 0
 
 
 def test_an_error_leaves_the_collector_on_and_one_that_was_off_stays_off():
-    with pytest.raises(ValueError, match="here"), uncollected():
+    with pytest.raises(ValueError, match="here"), gc_disabled():
         assert not gc.isenabled()
         raise ValueError("here")
     assert gc.isenabled()
     gc.disable()
     try:
-        with uncollected(), uncollected():
+        with gc_disabled(), gc_disabled():
             pass
         assert not gc.isenabled()
     finally:
@@ -59,7 +59,7 @@ def other():
     inside, leave = threading.Event(), threading.Event()
 
     def stay():
-        with uncollected():
+        with gc_disabled():
             inside.set()
             leave.wait(60)
 
@@ -77,10 +77,10 @@ def other():
 
 def test_threads_that_come_and_go_leave_it_on(other):
     """The last that leaves turns it on, whatever the order."""
-    with uncollected():
+    with gc_disabled():
         pass
     assert not gc.isenabled(), "another thread is inside"
-    with uncollected():
+    with gc_disabled():
         other()
         assert not gc.isenabled()
     assert gc.isenabled()
@@ -90,7 +90,7 @@ def test_many_threads_at_once():
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
-        threads = [threading.Thread(target=lambda: [uncollected()(int)() for _ in range(2000)]) for _ in range(4)]
+        threads = [threading.Thread(target=lambda: [gc_disabled()(int)() for _ in range(2000)]) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -103,7 +103,7 @@ def test_many_threads_at_once():
 def test_a_process_that_is_made_while_another_thread_is_inside_collects(other):
     child = os.fork()
     if not child:
-        with uncollected():
+        with gc_disabled():
             pass
         os._exit(0 if gc.isenabled() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

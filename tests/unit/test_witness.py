@@ -25,7 +25,7 @@ from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import Copy
-from ds_reshard.planning.plan import Planner, matched
+from ds_reshard.planning.plan import Planner, match_tensors
 from ds_reshard.testing.late_device import LateDevice
 
 
@@ -46,7 +46,7 @@ def watched(case, checkpoint, rank, harm=lambda copies: copies, made=by_host):
     """
     index, target = Index(case.source.layout(case.shapes), checkpoint), case.target.layout(case.shapes)
     plan = case.plan(rank, checkpoint)
-    witness = Witness(index, matched(index, target, case.wants), rank)
+    witness = Witness(index, match_tensors(index, target, case.wants), rank)
     tensors = {  # -3 is no element of the model: a place that nothing is written to is wrong
         buffer: torch.full((numel,), -3, dtype=torch_dtype(case.target.kinds[buffer.partition("/")[0]]))
         for buffer, numel in case.target.sizes(case.shapes).items()
@@ -131,7 +131,7 @@ class OneBuffer:
 
 
 def of_rank_0(index, layout, wants):
-    return Witness(index, matched(index, layout, wants), 0)
+    return Witness(index, match_tensors(index, layout, wants), 0)
 
 
 def test_bytes_between_two_elements_count_nowhere():

@@ -34,7 +34,7 @@ from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import Scalar, number_of
 from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
@@ -84,7 +84,7 @@ def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
         shards[family] = len(boxes)
         dtype = ElementType.named(tensor.dtype)
         try:
-            placements[key] = chunked(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
+            placements[key] = chunked_placement(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
         except ValueError as error:
             what = f"{family}: declares impossible chunks: {error}"
             faults.append(damaged(directory.path, what, "each element once", "another cover"))
@@ -101,7 +101,7 @@ def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
         layout=Layout(placements, shards),
         facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
         objects=values.objects,
-        beside=dict(_beside(directory)),
+        extra_tensors=dict(_beside(directory)),
         chunks=chunks,
         notes=(*_notes(directory), *_of_two_saves(directory, single, values.scalars)),
         left_out=tuple(_left_out(directory, folder)),

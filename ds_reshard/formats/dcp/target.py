@@ -43,7 +43,7 @@ def dcp_target(content: Content, files: int, *, folders: tuple[str, str] | None 
     shards = {family: count for part in parts for family, count in part.shards.items()}
     wants = {key: wanted for part in parts for key, wanted in part.wants.items()}
     units = [unit for part in parts for unit in part.units()]
-    return Target(layout=Layout(placements, shards), wants=wants, units=units)
+    return Target(layout=Layout(placements, shards), sources=wants, units=units)
 
 
 def _unsupported(content: Content) -> Iterator[Fault]:
@@ -127,7 +127,7 @@ class _Writing(DirectoryFiles):
         for name in names:
             path: Path = ("optimizer", "state", name, key.kind)
             if key.kind == WEIGHT:
-                path = self.content.beside.get(name, ("model", name))
+                path = self.content.extra_tensors.get(name, ("model", name))
             yield Entry(path=path, archives=archives, shape=placement.shape, dtype=placement.dtype)
 
     def object_entries(self, path: Path, archive: PlacedArchive) -> Iterator[Entry]:

@@ -33,7 +33,7 @@ from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 from ds_reshard.model.region import Box, Shape
 
@@ -383,7 +383,7 @@ def _checksum(shard: TensorShard) -> tuple[object, ...]:
 def _placement(key: TensorKey, shard: TensorShard, family: str, size: int) -> Placement:
     if shard.dim is not None:
         boxes = [shard.box(rank, size) for rank in range(size // shard.replicas)]
-        return chunked(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
+        return chunked_placement(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
     return Placement(
         key=key,
         shape=shard.shape,

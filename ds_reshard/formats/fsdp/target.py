@@ -32,7 +32,7 @@ from ds_reshard.formats.fsdp.checkpoint import (
     state_names,
 )
 from ds_reshard.formats.fsdp.flat_parameters import ORDER, flat_tree, groups_of
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
@@ -62,7 +62,7 @@ def fsdp_target(source: FsdpCheckpoint, size: int) -> Target:
     return Target(
         layout=Layout(placements, {**dict.fromkeys(families, size), _TEXTS: 1}),
         units=tuple(writing.units()),
-        wants={key: key for key in placements},
+        sources={key: key for key in placements},
         notes=tuple(writing.notes()),
     )
 
@@ -128,7 +128,7 @@ class _Writing:
             for key, shard in tensors.items():
                 if shard.dim is not None and key not in second:
                     boxes = [self._box(shard, rank) for rank in range(self._shards)]
-                    yield chunked(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
+                    yield chunked_placement(key, shard.shape, shard.local.dtype, boxes, family=family, buffer=str(key))
         if self.source.flat is not None:
             yield from self.source.flat.placements(self._shards)
 

@@ -74,7 +74,7 @@ def megatron_target(content: Content, shown: Shown, files: int, ep: int | None, 
     tag = iteration_name(str(shown.common.get("iteration", content.steps)))
     return Target(
         layout=Layout(writing.placements, writing.shards),
-        wants=writing.wants,
+        sources=writing.wants,
         units=list(writing.units()),
         folder=tag,
         pointers={TRACKER: str(shown.common.get("iteration", content.steps))},

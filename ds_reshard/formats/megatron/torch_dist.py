@@ -45,7 +45,7 @@ from ds_reshard.formats.megatron.target import Shown
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Extent
-from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, Tile, check_cover, tiled
+from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, Tile, check_cover, tiled_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 
@@ -104,7 +104,7 @@ class TorchDist(SavedState):
         raise_faults(found.faults, subject=f"repairing {self.folder}")
         for key, tiles in found.tiles.items():
             held, family = placements[key], family_of(key.kind)
-            placements[key] = tiled(key, held.shape, held.dtype, ordered(tiles), family=family, buffer=BUFFER)
+            placements[key] = tiled_placement(key, held.shape, held.dtype, ordered(tiles), family=family, buffer=BUFFER)
         families = {**self.chunks, **found.chunks}
         shards = {family: len(held) for family, held in families.items()}
         return replace(self, layout=Layout(placements, shards), chunks=families, flat=True, shifts=found)
@@ -288,7 +288,7 @@ def _placements(directory: Directory, family: str, sharding: str | None, faults:
         )
         return
     if stacked is None:
-        yield tiled(TensorKey(name=name, kind=kind), shape, dtype, tiles, family=family, buffer=BUFFER)
+        yield tiled_placement(TensorKey(name=name, kind=kind), shape, dtype, tiles, family=family, buffer=BUFFER)
         return
     of_layer: dict[int, list[Tile]] = {layer: [] for layer in range(shape[0])}
     for shard, element, whole in tiles:
@@ -297,7 +297,7 @@ def _placements(directory: Directory, family: str, sharding: str | None, faults:
             of_layer[whole.offset[0] + number].append((shard, element + number * box.numel, box))
     for layer, held in of_layer.items():
         key = TensorKey(name=f"{stacked[1]}{layer}.{stacked[2]}", kind=kind)
-        yield tiled(key, shape[1:], dtype, held, family=family, buffer=BUFFER)
+        yield tiled_placement(key, shape[1:], dtype, held, family=family, buffer=BUFFER)
 
 
 def _of_fragments(tensor: SavedTensor, whole: tuple[int, ...]) -> Iterator[Tile]:
@@ -335,7 +335,7 @@ def _flat_placed(
     except ValueError as error:
         faults.append(damaged(directory.path, f"{key}: does not lie in the buckets once: {error}", "each element", ""))
         label = min(labels)
-    return tiled(key, weight.shape, ElementType.named(label), ordered(tiles), family=family, buffer=BUFFER)
+    return tiled_placement(key, weight.shape, ElementType.named(label), ordered(tiles), family=family, buffer=BUFFER)
 
 
 def _contradictions(

@@ -37,7 +37,7 @@ from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.facts import canonical, number_of
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, check_cover, tiled
+from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, check_cover, tiled_placement
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box
 
@@ -597,7 +597,7 @@ def _placed(folder: str, key: TensorKey, pieces: Sequence[tuple[int, _Piece]], f
         check_cover([box for _, _, box in tiles], shape)
     except ValueError as error:
         faults.append(_damaged(folder, f"{key}: its pieces are not all of it: {error}", "each element once", "others"))
-    return tiled(key, shape, dtype, tiles, family=_FAMILY, buffer=_buffer(key))
+    return tiled_placement(key, shape, dtype, tiles, family=_FAMILY, buffer=_buffer(key))
 
 
 def _damaged(where: str, what: str, expected: str, found: str) -> Fault:

@@ -20,7 +20,7 @@ from ds_reshard.formats.megatron.optimizer import EXPERTS
 from ds_reshard.formats.megatron.target import Shown, chained, group_with
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE, LAYER, LOCAL, axis_of, boxes_of, odd_experts, places
 from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource
-from ds_reshard.model.layout import Layout, Placement, TensorKey, Tile, tiled
+from ds_reshard.model.layout import Layout, Placement, TensorKey, Tile, tiled_placement
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import Target, TargetFile, Unit
@@ -64,7 +64,7 @@ def torch_format_target(
     held = f"rng_state/shard_0.0_{pp}.{tp}" in shown.objects and ep == 1
     return Target(
         layout=Layout(writing.placements, {_FAMILY: tp * pp * ep}),
-        wants={key: content.tensors[key._replace(copy=0)].origin for key in writing.placements},
+        sources={key: content.tensors[key._replace(copy=0)].origin for key in writing.placements},
         units=list(writing.units()),
         folder=iteration_name(iteration),
         pointers={TRACKER: iteration},
@@ -157,7 +157,7 @@ class _Writing:
         for key, held in self.content.tensors.items():
             if key.kind == WEIGHT:
                 shape = (self.rows, *held.shape[1:]) if key.name in _VOCABULARY else held.shape
-                made[key] = tiled(key, shape, held.dtype, self._cut(key.name, shape), family="", buffer="")
+                made[key] = tiled_placement(key, shape, held.dtype, self._cut(key.name, shape), family="", buffer="")
         return made
 
     def _cut(self, name: str, shape: tuple[int, ...]) -> Iterator[Tile]:
@@ -222,7 +222,7 @@ class _Writing:
         if key.name in _VOCABULARY:
             shape = (min(self.rows, shape[0]), *shape[1:])
         dtype = held.dtype if key.kind == WEIGHT else ElementType.FLOAT32
-        return tiled(key, shape, dtype, tiles, family=_FAMILY, buffer=buffer)
+        return tiled_placement(key, shape, dtype, tiles, family=_FAMILY, buffer=buffer)
 
     def _tiles(self, shard: int, origin: int, slot: Slot) -> Iterator[Tile]:
         """Where a slot's boxes lie: of the vocabulary as far as the source has rows."""

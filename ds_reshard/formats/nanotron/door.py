@@ -168,7 +168,7 @@ def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, 
     tag = str(content.steps)
     return replace(
         target,
-        wants={key: adoption.origins[wanted] for key, wanted in target.wants.items()},
+        sources={key: adoption.origins[wanted] for key, wanted in target.sources.items()},
         folder=tag,
         pointers=dict.fromkeys(target.pointers, tag),
         notes=(*adoption.notes, *target.notes, *content.notes),

@@ -17,7 +17,7 @@ from math import prod
 from ds_reshard.containers.safetensors import read_header
 from ds_reshard.errors import Fault, ReshardError, damaged, fail, faults_of
 from ds_reshard.formats.nanotron.names import NanotronListing
-from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover, in_parts
+from ds_reshard.model.layout import Cut, Placement, TensorKey, check_cover, placement_of_parts
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Part, Shape, parts_of
 
@@ -73,10 +73,10 @@ def tiles_of(pairs: Sequence[SlicesPair], local: Shape, whole: Shape) -> list[Pa
         if inner.size != outer.size:
             raise ValueError(f"{pair} pairs {inner.size} with {outer.size} elements")
         tiles += parts_of(outer, inner, local)
-    tiles.sort(key=lambda tile: tile.at)
+    tiles.sort(key=lambda tile: tile.element_offset)
     at = 0
     for tile in tiles:
-        if tile.at != at:
+        if tile.element_offset != at:
             raise ValueError(f"element {at} of the shard is in no pair, or in two")
         at += tile.box.numel
     if at != prod(local):
@@ -211,7 +211,7 @@ def place(
     """A tensor of the parameter's shape, whose shard of each tensor-parallel rank is cut as `cuts` says."""
     key, shape = TensorKey(name=parameter.name, kind=kind, copy=copy), parameter.shape
     whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, prod(shape))), Box.whole(shape))
-    return in_parts(whole, ((cut, parameter.tiles_at(tp)) for tp, cut in cuts.items()))
+    return placement_of_parts(whole, ((cut, parameter.tiles_at(tp)) for tp, cut in cuts.items()))
 
 
 def read_parameters(listing: NanotronListing, tp: int) -> tuple[dict[str, Parameter], list[Fault]]:

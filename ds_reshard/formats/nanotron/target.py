@@ -236,7 +236,7 @@ def nanotron_target(
         folder=tag,
         pointers={LATEST: tag},
         units=tuple(writing.units()),
-        wants={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
+        sources={key: TensorKey(name=key.name, kind=key.kind) for key in placements},
         notes=tuple(writing.notes()),
         basis={"like": digest_of(like)} if like is not None else {},
     )

@@ -28,7 +28,7 @@ from ds_reshard.model.checkpoint import SavedFile, SavedListing, SavedState
 from ds_reshard.model.content import MASTER, RENAME, SCHEDULER, STEPS, WEIGHT, Path, flatten, weight_name_fault
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.index import Extent, extent_of
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 
@@ -100,7 +100,7 @@ def open_pytorch(folder: str, *, optimizer: bool = True) -> PytorchCheckpoint:
                 mend = "save contiguous tensors"
                 raise error_of([UnsupportedLayout.fault(f"{folder}/{name}", what, mend=mend)], subject=folder)
             boxes = [Box.whole(tensor.shape)]
-            placements[key] = chunked(key, tensor.shape, tensor.dtype, boxes, family=name, buffer=str(key))
+            placements[key] = chunked_placement(key, tensor.shape, tensor.dtype, boxes, family=name, buffer=str(key))
             extents.setdefault(name, {})[str(key)] = extent_of(tensor)
     layout = Layout(placements, dict.fromkeys(extents, 1))
     return PytorchCheckpoint(

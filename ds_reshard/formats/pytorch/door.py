@@ -33,7 +33,7 @@ def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, 
     units = [*files.units, *([Unit(family=TO, shard=0, files=beside)] if beside else ())]
     return Target(
         layout=Layout({**files.placements, **placed(states, TO)}, {unit.family: 1 for unit in units}),
-        wants={key: held.origin for key, held in {**weights, **states}.items()},
+        sources={key: held.origin for key, held in {**weights, **states}.items()},
         units=units,
         pointers=files.index,
         notes=(*_left_out(content), *content.notes),
@@ -88,8 +88,8 @@ def _beside(content: Content) -> Iterator[TargetFile]:
 
 
 def _left_out(content: Content) -> Iterator[str]:
-    if content.extra_entries or content.beside:
-        names = ", ".join([*content.extra_entries, *content.beside])
+    if content.extra_entries or content.extra_tensors:
+        names = ", ".join([*content.extra_entries, *content.extra_tensors])
         yield f"left out, as there is no file for them: {names}"
     for name, first in content.tied.items():
         yield f"{name} is tied to {first}, and is there under that name alone"

@@ -11,7 +11,7 @@ from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource
-from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked
+from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.region import Box
 from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
@@ -45,7 +45,7 @@ def safetensors(weights: Mapping[TensorKey, TensorSource]) -> Safetensors:
 def placed(tensors: Mapping[TensorKey, TensorSource], family: str) -> dict[TensorKey, Placement]:
     """Whole tensors in buffers of their own, in a family of one shard."""
     return {
-        key: chunked(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
+        key: chunked_placement(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
         for key, held in tensors.items()
     }
 
@@ -62,7 +62,7 @@ def write_safetensors(
     ties = (f"{name} is tied to {first}, and is there under that name alone" for name, first in content.tied.items())
     return Target(
         layout=Layout(files.placements, {unit.family: 1 for unit in files.units}),
-        wants={key: held.origin for key, held in weights.items()},
+        sources={key: held.origin for key, held in weights.items()},
         units=files.units,
         pointers=files.index,
         notes=(*ties, *content.notes),
@@ -85,7 +85,7 @@ def write_torch(content: Content, asked: ConversionRequest, like: Checkpoint | N
         )
     return Target(
         layout=Layout(placements, dict.fromkeys(kinds, 1)),
-        wants={key: held.origin for tensors in kinds.values() for key, held in tensors.items()},
+        sources={key: held.origin for tensors in kinds.values() for key, held in tensors.items()},
         units=units,
         notes=content.notes,
     )

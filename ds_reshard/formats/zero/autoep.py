@@ -20,7 +20,7 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import PARTITION_GROUPS, OptimStates
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import describe
-from ds_reshard.model.layout import Placement, TensorKey, tiled
+from ds_reshard.model.layout import Placement, TensorKey, tiled_placement
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Part, Shape
 
@@ -173,7 +173,7 @@ def expert_weights(
         shards[family] = layer.total
         tiles = [(expert, 0, Box.along(shape, 0, expert, 1)) for expert in range(layer.total)]
         key = TensorKey(name, WEIGHT)
-        placements.append(tiled(key, shape, dtypes[name], tiles, family=family, buffer=name))
+        placements.append(tiled_placement(key, shape, dtypes[name], tiles, family=family, buffer=name))
     return placements, shards
 
 

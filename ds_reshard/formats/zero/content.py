@@ -81,7 +81,7 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
                 for name in unsaved
             ),
         ),
-        home=checkpoint,
+        native_source=checkpoint,
     )
 
 
@@ -131,7 +131,7 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
         yield _fault(name, what, mend)
     for name in sorted({*trained, *scalars} - members) if groups else ():
         yield _fault(name, "has states, and is in no param group", "save model and optimizer together")
-    for name in sorted({*content.beside, *content.buffers} - content.records.keys()):
+    for name in sorted({*content.extra_tensors, *content.buffers} - content.records.keys()):
         what = "is a buffer, or a tensor beside the model, that is saved in several pieces"
         yield _fault(name, what, "save it whole: not as a DTensor that is sharded")
     yield from _state_faults(content)

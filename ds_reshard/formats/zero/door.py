@@ -260,7 +260,7 @@ def _unwritten(content: Content, to: str) -> Iterator[Fault]:
     if experts and to == "zero3":
         what, mend = "is an expert of deepspeed.moe, which does not know ZeRO stage 3", "--to zero1, zero2 or bf16"
         yield UnsupportedLayout.fault(experts[0], what, mend=mend)
-    if isinstance(content.home, ZeroCheckpoint) and content.home.of_autoep:
+    if isinstance(content.native_source, ZeroCheckpoint) and content.native_source.of_autoep:
         what = "has experts that DeepSpeed deals out itself (AutoEP), whose files are not written"
         mend = "load it in a run, with import ds_reshard.auto under any sizes; or convert it to another format"
         yield UnsupportedLayout.fault(content.folder, what, mend=mend)

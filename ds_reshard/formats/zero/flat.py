@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple, TypeVar
 
 from ds_reshard.model.facts import Scalar
-from ds_reshard.model.layout import Cut, Holder, Placement, Replica, TensorKey, in_parts
+from ds_reshard.model.layout import Cut, Holder, Placement, Replica, TensorKey, placement_of_parts
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Part, Shape
 
@@ -266,7 +266,7 @@ def _whole_replicas(shards: Sequence[Placed]) -> Iterator[Placement]:
     whole = first._replace(box=Box.whole(first.shape), replicated=False, cut=Cut(chunk=1))
     for number in range(max(map(len, holders.values()), default=1)):
         taken = (of[number if number < len(of) else 0] for of in holders.values())
-        yield in_parts(whole, ((cut, (part,)) for cut, part in taken))
+        yield placement_of_parts(whole, ((cut, (part,)) for cut, part in taken))
 
 
 def by_key(placements: Iterable[Placement]) -> dict[TensorKey, Placement]:

@@ -27,7 +27,7 @@ from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, Op
 from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info, unnamed
 from ds_reshard.model.content import SCHEDULER, regrouping_fault, reorder_groups
 from ds_reshard.model.facts import GroupFacts, canonical
-from ds_reshard.model.layout import Layout, Placement, TensorKey, in_parts
+from ds_reshard.model.layout import Layout, Placement, TensorKey, placement_of_parts
 from ds_reshard.model.region import Box, Shape
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
@@ -101,7 +101,7 @@ def zero_target(
     taken = unnamed({name: division for name, division in divided.items() if name not in told})
     return Target(
         layout=layout,
-        wants={key: saving.content.tensors[key._replace(copy=0)].origin for key in layout.placements},
+        sources={key: saving.content.tensors[key._replace(copy=0)].origin for key in layout.placements},
         units=tuple(unit for column in columns for unit in _units(column)),
         folder=saving.tag,
         pointers={"latest": saving.tag},
@@ -256,7 +256,7 @@ def _joined(columns: Sequence[Column], divided: Mapping[str, Division], tp: int)
                 continue
             box = Box.whole(division.shape)
             whole = members[0][1]._replace(key=TensorKey(name, kind, next(copies)), shape=division.shape, box=box)
-            yield in_parts(whole, ((one.cut, division.ranks[rank]) for rank, one in members))
+            yield placement_of_parts(whole, ((one.cut, division.ranks[rank]) for rank, one in members))
 
 
 def _units(column: Column) -> Iterator[Unit]:

@@ -28,7 +28,7 @@ from ds_reshard.model.reports import (
     Steps,
     states_of,
 )
-from ds_reshard.model.rules import rules_given
+from ds_reshard.model.rules import active_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +77,7 @@ def survey(listing: Listing) -> Survey:
     compared; the shards of one without layers and experts are opened beside the first files that can be read. A layout
     that is refused as a whole is not put together.
     """
-    faults, row = [*listing.faults, *_empty(listing)], Row(rules=rules_given())
+    faults, row = [*listing.faults, *_empty(listing)], Row(rules=active_rules())
     refused = any(fault.error == "UnsupportedLayout" for fault in faults)
     found: ZeroCheckpoint | None = None
     if not faults:

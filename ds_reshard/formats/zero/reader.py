@@ -72,7 +72,7 @@ from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Shape
-from ds_reshard.model.rules import rules_given
+from ds_reshard.model.rules import active_rules
 
 
 def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None) -> ZeroCheckpoint:
@@ -88,7 +88,7 @@ def open_checkpoint(listing: Listing, *, optimizer: bool, row: Row | None = None
     found = None
     if not faults:
         with collected(faults):
-            found = read_checkpoint(listing, row or Row(rules=rules_given()), faults, optimizer=optimizer)
+            found = read_checkpoint(listing, row or Row(rules=active_rules()), faults, optimizer=optimizer)
     raise_faults(list(dict.fromkeys(faults)), subject=f"checkpoint {listing.folder}")
     assert found is not None
     return found

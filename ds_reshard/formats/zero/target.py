@@ -38,7 +38,7 @@ from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, canonical, 
 from ds_reshard.model.layout import Placement, TensorKey
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, SizeRecord, TensorRecord, new_tensor
 from ds_reshard.model.region import Shape
-from ds_reshard.model.rules import given, rules_given
+from ds_reshard.model.rules import active_rules, use_rules
 
 VERSION = "0.19.8"
 """The DeepSpeed whose files are written; its loaders ask for the version that has saved."""
@@ -69,7 +69,7 @@ class Splits(NamedTuple):
         unsaid = {name: [shape] for name, shape in self.shapes.items() if name not in self.divided}
         # a mark of ds_to_universal, by which DeepSpeed takes all as cut along dimension 0, says nothing
         evidence = Evidence() if self.evidence.info == UNIVERSAL_INFO else self.evidence
-        found, unknown = divisions(unsaid, evidence, rules_given())
+        found, unknown = divisions(unsaid, evidence, active_rules())
         found |= {name: division for name, division in self.divided.items() if name in self.shapes}
         made: dict[str, Division] = {}
         for name, division in found.items():
@@ -86,7 +86,7 @@ class Splits(NamedTuple):
 
     def known(self) -> Mapping[str, Division]:
         """How ranks divide each tensor, as far as it is known: those that one rank had whole, too."""
-        if not rules_given() and self.evidence.info in ({}, UNIVERSAL_INFO):
+        if not active_rules() and self.evidence.info in ({}, UNIVERSAL_INFO):
             return self.divided
         return {**self.over(1)[0], **self.divided}
 
@@ -114,7 +114,7 @@ class Saving:
     @property
     def home(self) -> ZeroCheckpoint | None:
         """The DeepSpeed folder that the content was made of."""
-        return self.content.home if isinstance(self.content.home, ZeroCheckpoint) else None
+        return self.content.native_source if isinstance(self.content.native_source, ZeroCheckpoint) else None
 
     @property
     def dp(self) -> int:
@@ -175,9 +175,9 @@ class Saving:
     def _divided(self) -> dict[str, Division]:
         """How the saving ranks divided tensors. Patterns tell of those that one rank had whole, if no rule does."""
         assert self.home is not None
-        with given(()):  # the rules are of the names here
+        with use_rules(()):  # the rules are of the names here
             known = splits_of(self.home).known()
-        rules = () if self.home.divided else rules_given()
+        rules = () if self.home.divided else active_rules()
         return {
             key.name: known[held.origin.name]
             for key, held in self.content.tensors.items()

@@ -523,7 +523,7 @@ def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterato
     """Where parts do not lie in their shards, or do not make the whole."""
     mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}{_SHARED}"
     for parts, shape in zip(division.ranks, shapes, strict=True):
-        if any(part.at < 0 or part.at + part.box.numel > prod(shape) for part in parts):
+        if any(part.element_offset < 0 or part.element_offset + part.box.numel > prod(shape) for part in parts):
             what = "is said to have parts that leave its shard"
             yield UnsupportedLayout.fault(f"parameter {name}", what, f"{prod(shape)} elements", "more", mend=mend)
             return

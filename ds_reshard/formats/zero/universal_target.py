@@ -23,7 +23,7 @@ from ds_reshard.model.content import TensorSource
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import GlobalName, ObjectRecord, new_tensor
-from ds_reshard.model.rules import rules_given
+from ds_reshard.model.rules import active_rules
 from ds_reshard.model.target import Target, TargetFile, Unit
 
 TENSORS = "universal"
@@ -48,7 +48,7 @@ def universal_target(saving: Saving) -> Target:
     layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
     return Target(
         layout=layout,
-        wants={key: content.tensors[key].origin for key in layout.placements},
+        sources={key: content.tensors[key].origin for key in layout.placements},
         pointers={"latest_universal": saving.tag},
         folder=saving.tag,
         units=(_model_unit(saving, model, order, steps), *_units(saving, units, steps)),
@@ -164,7 +164,7 @@ def _said(saving: Saving) -> dict[str, object]:
 
     Nothing where the source was not divided and no rule was given: it keeps what its own files say.
     """
-    if not saving.splits.divided and not rules_given():
+    if not saving.splits.divided and not active_rules():
         return {}
     made, _ = saving.splits.over(1)
     names = saving.splits.shapes.keys() - made.keys()

@@ -54,7 +54,7 @@ from ds_reshard.hosts.accelerate.prepare_arguments import (
     without_params,
 )
 from ds_reshard.hosts.accelerate.state import track
-from ds_reshard.operations.ranks import of_all
+from ds_reshard.operations.ranks import gather_faults
 from ds_reshard.resume.schedulers import ACCELERATE, ENGINE, clock_in, innermost
 
 if TYPE_CHECKING:
@@ -311,7 +311,7 @@ def prepare_deepspeed(call: Call) -> object:
     _restore(plugin)
     config = plugin.deepspeed_config
     found = examine(config, optimizers, schedulers, models, accelerator)
-    faults = of_all(finding.fault() for finding in found.findings if finding.outcome == REFUSED)
+    faults = gather_faults(finding.fault() for finding in found.findings if finding.outcome == REFUSED)
     raise_faults(faults, subject="accelerator.prepare")
     for finding in found.findings if accelerator.is_main_process else ():
         level = logging.WARNING if finding.rule in (ENGINE_CLOCK, "warmup-zero") else logging.INFO

@@ -31,7 +31,7 @@ from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate import positions
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import gather, together
+from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.policy_sources import policy_beside, refuse_unapplied
@@ -112,7 +112,7 @@ def save_state(call: Call) -> object:
     _warn_of_what_is_left_out(accelerator)
     location = call()
     place = os.path.join(os.fspath(location), RECORD)
-    together(lambda: _write_record(accelerator, place), subject=f"saving {location}")
+    run_on_all(lambda: _write_record(accelerator, place), subject=f"saving {location}")
     return location
 
 
@@ -167,7 +167,7 @@ def load_state(call: Call) -> object:
     if plugin is None:
         if accelerator.distributed_type == "MEGATRON_LM":  # whose own load takes the policy
             return original()
-        together(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
+        run_on_all(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
         if where is not None:
             _counted_data(accelerator, where)
         with positions.translated(accelerator, _steps(accelerator, where), None, ResumePolicy()):
@@ -178,12 +178,12 @@ def load_state(call: Call) -> object:
     hosts.insist(policy)
     saved, counted = Saved(), [] if policy.finetune or where is None else _counted_data(accelerator, where)
     if mine is not None and mine.clock != ENGINE and policy.places_schedule and not _updates(mine):
-        together(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
+        run_on_all(functools.partial(schedulers.refuse_unseen, mine.scheduler), subject=f"loading {where}")
     if mine is not None and where is not None:
-        saved = gather(together(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
+        saved = gather(run_on_all(lambda: _saved_clock(where), subject=f"loading {where}"))[0]
     if where is not None:
         moved = mine is not None and saved.clock not in (None, mine.clock)
-        together(lambda: _refuse_absent(accelerator, where, scheduled=not moved), subject=f"loading {where}")
+        run_on_all(lambda: _refuse_absent(accelerator, where, scheduled=not moved), subject=f"loading {where}")
     with _anew(accelerator) if policy.finetune else nullcontext():
         if mine is None or saved.clock in (None, mine.clock):
             with positions.translated(accelerator, _steps(accelerator, where), mine, policy):
@@ -397,7 +397,7 @@ def _steps(accelerator: Accelerator, where: str | None) -> int | None:
     Without a record each process has left its random states; a run that splits batches is taken to have done so then.
     Collective.
     """
-    record = gather(together(lambda: _record(where) if where is not None else {}, subject=f"loading {where}"))[0]
+    record = gather(run_on_all(lambda: _record(where) if where is not None else {}, subject=f"loading {where}"))[0]
     if "clock" in record:
         found = record.get("steps_per_update")
         return found if isinstance(found, int) and record["clock"] == ACCELERATE else None
@@ -421,7 +421,7 @@ def _counted_data(accelerator: Accelerator, where: str) -> list[str]:
     ]
     if accelerator.split_batches or not numbers:
         return []
-    found = together(lambda: _data_positions(where, numbers), subject=f"loading {where}")
+    found = run_on_all(lambda: _data_positions(where, numbers), subject=f"loading {where}")
     told = gather(found)
     then, now, files = max(processes for processes, _ in told), accelerator.num_processes, told[0][1]
     if then not in (0, now):

@@ -118,7 +118,7 @@ def _weights(source: Checkpoint, model: str) -> Iterator[Stored]:
                     sources[layout[key].dtype] = key
         if sources:
             shape = layout[next(iter(sources.values()))].shape
-            own = source.beside.get(name)
+            own = source.extra_tensors.get(name)
             path = _keys(own) if own is not None else (*_top(model), name)
             yield Stored(path=path, shape=shape, sources=sources)
 

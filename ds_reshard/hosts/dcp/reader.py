@@ -50,12 +50,12 @@ from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single,
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.model.facts import ScalarTensor
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove, unproved
-from ds_reshard.operations.ranks import agree_files, gather, of_all, rank
+from ds_reshard.operations.ranks import agree_files, gather, gather_faults, rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.wrapper_names import patterns
 from ds_reshard.planning.copies import Copy, coalesce
@@ -291,7 +291,7 @@ class Reader(StorageReader):
             folder = f"{self._source.folder}/"
             agree_files({file.removeprefix(folder): said for file, said in read.items()}, self._group, subject=_SUBJECT)
 
-    @uncollected()
+    @gc_disabled()
     def _open_here(self, path: str | os.PathLike[str]) -> None:
         self.checkpoint_id = os.fspath(path)
         self._found = find_listing(self.checkpoint_id, self._tag)
@@ -349,7 +349,7 @@ class Reader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    @uncollected()
+    @gc_disabled()
     def read_data(self, plan: LoadPlan, planner: TorchPlanner) -> Future[None]:
         """Fill what the plan asks for; all faults of the plan are raised at once, before the first byte is moved."""
         filling, faults = self._asked(plan, planner)
@@ -503,7 +503,7 @@ class Reader(StorageReader):
 
     def _agree(self, faults: Sequence[Fault]) -> None:
         """Raise where a rank has faults: on every rank of the group, else on this one, for torch to tell the others."""
-        raise_faults(faults if self._group is None else of_all(faults, self._group), subject=_SUBJECT)
+        raise_faults(faults if self._group is None else gather_faults(faults, self._group), subject=_SUBJECT)
 
 
 def _filled(item: ReadItem, entry: Single, planner: TorchPlanner) -> torch.Tensor | None:

@@ -30,7 +30,7 @@ from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.stage0 import param_groups, stage0_kind, torch_optimizer
 from ds_reshard.formats.zero.tensor_parallel import affine_maps
 from ds_reshard.hooks import Seam
-from ds_reshard.hosts.deepspeed.coming_grid import Spot, not_foreseen, own_names, own_shards
+from ds_reshard.hosts.deepspeed.coming_grid import RankPosition, cannot_predict, names_on_rank, shards_on_rank
 from ds_reshard.hosts.deepspeed.engine import (
     EXTRA_STATE,
     KEPT,
@@ -71,7 +71,7 @@ _KEYS = frozenset(
 """Some key of every DeepSpeed JSON."""
 
 
-def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
+def parse_config(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
     """DeepSpeed's reading of this JSON on `world` ranks. Raises ConfigError with DeepSpeed's words if it refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -96,14 +96,14 @@ def parsed(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
         raise ConfigError.of("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend) from error
 
 
-def filled(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
+def fill_auto(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
     """The config with the saving run's values for what is "auto", which a trainer fills, and the names of these."""
     made: dict[str, object] = {}
     names: list[str] = []
     for key, value in config.items():
         theirs = saved.get(key)
         if isinstance(value, Mapping):
-            made[key], found = filled(value, theirs if isinstance(theirs, Mapping) else {})
+            made[key], found = fill_auto(value, theirs if isinstance(theirs, Mapping) else {})
             names += [f"{key}.{name}" for name in found]
         elif value != "auto":
             made[key] = value
@@ -130,19 +130,19 @@ _TRAINERS = {
 """The argument of Hugging Face's Trainer that fills each value (integrations/deepspeed.py, transformers 5.23)."""
 
 
-def by_flags(config: Mapping[str, object], flags: Mapping[str, object], under: str = "") -> dict[str, object]:
+def fill_from_flags(config: Mapping[str, object], flags: Mapping[str, object], under: str = "") -> dict[str, object]:
     """The config with each "auto" filled from the flags of the Trainer's script."""
     made = dict(config)
     for key, value in config.items():
         name = f"{under}{key}"
         if isinstance(value, Mapping):
-            made[key] = by_flags(value, flags, f"{name}.")
-        elif value == "auto" and (told := _by_trainer(name, flags)) is not None:
+            made[key] = fill_from_flags(value, flags, f"{name}.")
+        elif value == "auto" and (told := _trainer_value(name, flags)) is not None:
             made[key] = told
     return made
 
 
-def _by_trainer(name: str, flags: Mapping[str, object]) -> object:
+def _trainer_value(name: str, flags: Mapping[str, object]) -> object:
     """The value that the Trainer derives from its arguments, or None if they do not determine it.
 
     A warm-up below 1 is a part of all updates, and one of 0 is made 1 (`trainer_config_finalize`, transformers 5.23).
@@ -160,7 +160,7 @@ def _by_trainer(name: str, flags: Mapping[str, object]) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ComingModel:
+class PlannedModel:
     """The module of a rank, and the trainable parameters of each param group in the order of the script.
 
     `groups` are the values that the script gives each, and `optimizer` its class; None if the JSON says it, or else
@@ -176,17 +176,17 @@ class ComingModel:
     rules: Mapping[str, TensorRule | None] = field(default_factory=dict)
 
 
-def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> ComingModel:
+def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> PlannedModel:
     """The part of the saved model that a rank will hold: its weights in `dtype`, or in their saved type if it is None.
 
     DeepSpeed casts parameters and no buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
     """
-    saved, (shards, info) = checkpoint.model, own_shards(checkpoint, grid)
+    saved, (shards, info) = checkpoint.model, shards_on_rank(checkpoint, grid)
     shapes = {**saved.trainable, **saved_shapes(checkpoint), **shards}
-    groups = [own_names(group, grid) for group in saved_order(checkpoint)]
+    groups = [names_on_rank(group, grid) for group in saved_group_names(checkpoint)]
     order = tuple(group for group in groups if group)
     if groups and not order and grid.parts:
-        raise not_foreseen(f"--pp {grid.pp}, with a stage that trains nothing")
+        raise cannot_predict(f"--pp {grid.pp}, with a stage that trains nothing")
     trained = {name for group in order for name in group}
     tied = {*saved.shared, *saved.shared.values()}
     tensors: dict[tuple[bool, object], list[str]] = {}
@@ -194,7 +194,7 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
         storage = (record.storage.path, record.storage.key, record.byte_offset) if record.numel else name
         buffer, by_name = name in saved.buffer_names, name in tied or checkpoint.stage == 3
         key: object = name if buffer else saved.shared.get(name, name) if by_name else storage
-        if grid.answers(name):
+        if grid.is_responsible_for(name):
             tensors.setdefault((buffer, key), []).append(name)
     # weights that no file of a layer holds, or that only masters tell
     tensors |= {(False, name): [name] for name in trained - saved.module.keys()}
@@ -207,8 +207,8 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
         trains = not buffer and kept.is_floating and not trained.isdisjoint(names)
         parameter = () if buffer else tuple(names)
         made.append(LiveTensor(names=parameter, entries=tuple(names), shape=shape, dtype=kept, trainable=trains))
-    objects = list(filter(grid.answers, saved.objects))
-    return ComingModel(
+    objects = list(filter(grid.is_responsible_for, saved.objects))
+    return PlannedModel(
         module=LiveModule(
             tensors=tuple(made),
             names=frozenset({*objects, *(name for one in made for name in one.entries)}),
@@ -240,18 +240,18 @@ def _saved_values(checkpoint: AnyCheckpoint, count: int) -> list[Group]:
     return made
 
 
-def no_model() -> ComingModel:
+def placeholder_model() -> PlannedModel:
     """Stands in for a model that cannot be read; any use of the checkpoint raises the reason."""
     one = ("unknown",)
     tensor = LiveTensor(names=one, entries=one, shape=(1,), dtype=ElementType.FLOAT32, trainable=True)
-    return ComingModel(module=LiveModule(tensors=(tensor,), names=frozenset(one)), order=(one,))
+    return PlannedModel(module=LiveModule(tensors=(tensor,), names=frozenset(one)), order=(one,))
 
 
-def saved_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
+def saved_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
     """The trainable parameters of each param group, in the order in which the saving script gave them."""
     saved = checkpoint.model
     if checkpoint.stage == 0 and checkpoint.facts is None:
-        return _stage0_order(checkpoint)
+        return _stage0_group_names(checkpoint)
     if checkpoint.facts is None:
         return [list(group) for group in saved.param_shapes or ()]
     turned = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and dealt_in_turn(checkpoint)
@@ -261,7 +261,7 @@ def saved_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
     ]
 
 
-def _stage0_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
+def _stage0_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
     """By the module's order, and with several param groups by the shapes of what the optimizer holds.
 
     Of what tensor-parallel ranks have divided, both of the first rank.
@@ -276,7 +276,9 @@ def _stage0_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
             names.append(name)
     optimizer = saved.entries.get("optimizer")
     groups = param_groups(torch_optimizer(saved)) if isinstance(optimizer, Mapping) else [{}]
-    expected = _held_shapes(cast(Mapping[str, object], optimizer), groups) if isinstance(optimizer, Mapping) else None
+    expected = (
+        _saved_group_shapes(cast(Mapping[str, object], optimizer), groups) if isinstance(optimizer, Mapping) else None
+    )
     if expected is None and len(groups) < 2:
         return [names]
     order: list[list[str]] = [[] for _ in groups]
@@ -294,7 +296,9 @@ def _stage0_order(checkpoint: AnyCheckpoint) -> list[list[str]]:
     return order
 
 
-def _held_shapes(optimizer: Mapping[str, object], groups: Sequence[Mapping[str, object]]) -> list[list[Shape]] | None:
+def _saved_group_shapes(
+    optimizer: Mapping[str, object], groups: Sequence[Mapping[str, object]]
+) -> list[list[Shape]] | None:
     """The shapes of each param group's masters, or else of its states, in order; None if neither has them."""
     masters = optimizer.get("fp32_groups")
     if isinstance(masters, list):
@@ -313,7 +317,7 @@ def _held_shapes(optimizer: Mapping[str, object], groups: Sequence[Mapping[str, 
     return found if any(found) else None
 
 
-def factory_of(text: str) -> Callable[[], object]:
+def load_factory(text: str) -> Callable[[], object]:
     """The function that module:factory names."""
     module, _, name = text.partition(":")
     if not name or not re.fullmatch(r"[\w.]+", module):
@@ -329,7 +333,7 @@ def factory_of(text: str) -> Callable[[], object]:
     return build
 
 
-def given_model(made: object, dtype: ElementType | None, *, autotp: bool) -> ComingModel:
+def model_from_factory(made: object, dtype: ElementType | None, *, autotp: bool) -> PlannedModel:
     """What a factory has made: a module, or a module and the optimizer or param groups over its parameters.
 
     Its parameters are cast to `dtype` in place, as DeepSpeed casts them to its precision.
@@ -358,7 +362,7 @@ def given_model(made: object, dtype: ElementType | None, *, autotp: bool) -> Com
     for param in module.parameters():
         if dtype is not None and param.is_floating_point():
             param.data = param.data.to(torch_dtype(dtype))
-    return ComingModel(
+    return PlannedModel(
         module=module_of(module, LiveGrid()),
         order=order,
         groups=values if any(values) else None,
@@ -378,8 +382,8 @@ class Training:
     run: Run
     ds: DeepSpeedConfig
     optimizer: torch.optim.Optimizer
-    scripts_optimizer: bool
-    scripts_scheduler: bool
+    script_sets_optimizer: bool
+    script_builds_scheduler: bool
     dp_world_size: int
     global_steps: int = 0
     global_samples: int = 0
@@ -390,7 +394,7 @@ class Training:
 
     def __post_init__(self) -> None:
         self._config, self.lr_scheduler, self.seq_dp_world_size = self.ds, self.run.scheduler, self.run.data_ranks
-        self.client_lr_scheduler = self.lr_scheduler if self.scripts_scheduler else None
+        self.client_lr_scheduler = self.lr_scheduler if self.script_builds_scheduler else None
 
     def zero_optimization_stage(self) -> int:
         return self.run.stage
@@ -408,7 +412,7 @@ class Training:
         return cast(int, self.ds.gradient_accumulation_steps)
 
 
-class ScriptsOwn(torch.optim.Optimizer):
+class UnbuiltOptimizer(torch.optim.Optimizer):
     """An optimizer that is not built: its states are not known, or are those that its class keeps."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
@@ -418,7 +422,7 @@ class ScriptsOwn(torch.optim.Optimizer):
 _ADAMS = ("adam", "adamw")
 
 
-def precision(ds: DeepSpeedConfig) -> ElementType | None:
+def weight_precision(ds: DeepSpeedConfig) -> ElementType | None:
     """The 16-bit type of the run's weights; None where they stay as they are (`get_data_types`)."""
     if ds.float16_config.enabled:
         return ElementType.FLOAT16
@@ -432,23 +436,23 @@ class Launch:
     ds: DeepSpeedConfig
     config: Mapping[str, object]
     checkpoint: AnyCheckpoint | None
-    model: ComingModel
-    spot: Spot
+    model: PlannedModel
+    position: RankPosition
 
     def training(self, *, sp: int) -> Training:
         """The rank of the run, as DeepSpeed makes it; `sp` ranks share a sequence."""
-        grid, config, by_json = self.spot.grid, self.config, bool(section(self.config, "scheduler"))
+        grid, config, by_json = self.position.grid, self.config, bool(section(self.config, "scheduler"))
         inner, optimizer = self._optimizer()
         scheduler = self._scheduler(inner)
         run = Run(
-            data_rank=self.spot.data_rank,
-            data_ranks=self.spot.dp,
+            data_rank=self.position.data_rank,
+            data_ranks=self.position.dp,
             module=self.module,
             optimizer=optimizer,
             scheduler=scheduler,
             features=tuple(self._features(optimizer.name)),
             stage=self.stage,
-            grid=replace(grid, row=self._row()),
+            grid=replace(grid, row=self._tp_rank()),
             columns=grid.row.size * grid.pp,
             info=self.model.info,
             autotp=autotp_in(config),
@@ -463,9 +467,9 @@ class Launch:
             run=run,
             ds=self.ds,
             optimizer=inner,
-            scripts_optimizer=self.model.groups is None and (several or not self.by_json),
-            scripts_scheduler=scheduler is not None and not by_json,
-            dp_world_size=self.spot.dp // sp,
+            script_sets_optimizer=self.model.groups is None and (several or not self.json_has_optimizer),
+            script_builds_scheduler=scheduler is not None and not by_json,
+            dp_world_size=self.position.dp // sp,
         )
 
     @property
@@ -473,22 +477,22 @@ class Launch:
         return int(self.ds.zero_optimization_stage)
 
     @cached_property
-    def zero(self) -> Mapping[str, object]:
+    def zero_section(self) -> Mapping[str, object]:
         return section(self.config, "zero_optimization")
 
     @property
     def offload(self) -> object:
         """Where the JSON puts the optimizer's states; "none" where they stay with the weights."""
-        return section(self.zero, "offload_optimizer").get("device", "none")
+        return section(self.zero_section, "offload_optimizer").get("device", "none")
 
     @cached_property
-    def by_json(self) -> bool:
+    def json_has_optimizer(self) -> bool:
         """Whether the JSON names the optimizer."""
         return section(self.config, "optimizer").get("type") is not None
 
     @cached_property
-    def half(self) -> ElementType | None:
-        return precision(self.ds)
+    def half_dtype(self) -> ElementType | None:
+        return weight_precision(self.ds)
 
     @cached_property
     def module(self) -> LiveModule:
@@ -502,7 +506,7 @@ class Launch:
     def kind(self) -> str:
         """The optimizer's wrapper, as the engine decides. What DeepSpeed asserts of it, it says when the run starts."""
         wide = str(self.ds.grad_accum_dtype).removeprefix("torch.") in ("fp32", "float32", "float")
-        half, saved, in_bf16 = self.half, self.checkpoint, self.half is ElementType.BFLOAT16
+        half, saved, in_bf16 = self.half_dtype, self.checkpoint, self.half_dtype is ElementType.BFLOAT16
         if self.stage:
             bf16 = self.stage == 1 and in_bf16 and wide and self.offload != "cpu"
             return "zero3" if self.stage == 3 else "bf16" if bf16 else "zero"
@@ -510,12 +514,12 @@ class Launch:
             return "torch"
         if in_bf16 and saved is not None and saved.listing.layers:
             return "bf16"
-        own = stage0_kind(saved) if isinstance(saved, ZeroCheckpoint) and not self.by_json else "none"
-        fused = self.cls.__name__ == "FusedAdam" if self.cls is not None else own == "fused"
+        own = stage0_kind(saved) if isinstance(saved, ZeroCheckpoint) and not self.json_has_optimizer else "none"
+        fused = self.optimizer_class.__name__ == "FusedAdam" if self.optimizer_class is not None else own == "fused"
         return "fused" if fused else "unfused"
 
     @cached_property
-    def cls(self) -> type | None:
+    def optimizer_class(self) -> type | None:
         """The optimizer's class: by the script, by the JSON (`_configure_basic_optimizer`), or as its states tell.
 
         None for one that is built of two, or of another package.
@@ -523,8 +527,8 @@ class Launch:
         from deepspeed.ops import adagrad, adam, lamb, lion
         from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-        if self.model.optimizer is not None or not self.by_json:
-            return self.model.optimizer or _saved_class(self.checkpoint)
+        if self.model.optimizer is not None or not self.json_has_optimizer:
+            return self.model.optimizer or _class_of_saved_states(self.checkpoint)
         name, in_memory = str(self.ds.optimizer_name), self.offload in ("cpu", "nvme")
         if name in _ADAMS and self._params.get("torch_adam"):
             decoupled = name == "adamw" or self._params.get("adam_w_mode", True)
@@ -538,16 +542,18 @@ class Launch:
         }
         found = classes.get(name) or getattr(torch.optim, name, None)
         if name not in DEEPSPEED_OPTIMIZERS and not isinstance(found, type):
-            raise _refusal("DeepSpeed refuses it: ", f"{name} is not a supported DeepSpeed Optimizer", "optimizer.type")
+            raise _config_error(
+                "DeepSpeed refuses it: ", f"{name} is not a supported DeepSpeed Optimizer", "optimizer.type"
+            )
         return found if isinstance(found, type) else None
 
     @property
     def _params(self) -> Mapping[str, object]:
         return section(section(self.config, "optimizer"), "params")
 
-    def _arguments(self) -> dict[str, object]:
+    def _optimizer_arguments(self) -> dict[str, object]:
         """The arguments of the JSON's optimizer. DeepSpeed's own are not built, so their defaults are added."""
-        params, cls = dict(self._params), self.cls
+        params, cls = dict(self._params), self.optimizer_class
         if str(section(self.config, "optimizer").get("type")).lower() in (*_ADAMS, "muon"):
             drop = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
             drop |= {"foreach"} if params.get("torch_adam") else set()
@@ -559,30 +565,30 @@ class Launch:
         parameters = inspect.signature(cls).parameters.items()
         return {**{name: one.default for name, one in parameters if one.default is not one.empty}, **params}
 
-    def _values(self, masters: Sequence[Sequence[Shape]]) -> torch.optim.Optimizer:
+    def _build_optimizer(self, masters: Sequence[Sequence[Shape]]) -> torch.optim.Optimizer:
         """The optimizer with its values, over masters without memory; one of torch's is torch's own."""
         flats = [[torch.nn.Parameter(torch.empty(shape, device=_META)) for shape in of] for of in masters]
-        groups = [{**value, "params": of} for of, value in zip(flats, self._groups(len(masters)), strict=True)]
-        by_json, cls = self.by_json and self.model.optimizer is None, self.cls
-        given = self._arguments() if by_json else {}
+        groups = [{**value, "params": of} for of, value in zip(flats, self._group_values(len(masters)), strict=True)]
+        by_json, cls = self.json_has_optimizer and self.model.optimizer is None, self.optimizer_class
+        given = self._optimizer_arguments() if by_json else {}
         if cls is not None and cls.__name__ not in KEPT:
             try:
                 return cast(torch.optim.Optimizer, cls(groups, **given))
             except Exception as error:
                 if by_json:
                     what = f"is refused by optimizer {section(self.config, 'optimizer').get('type')}: "
-                    raise _refusal(what, error, "optimizer.params") from error
+                    raise _config_error(what, error, "optimizer.params") from error
                 given = {}
-        return ScriptsOwn(groups, {"lr": 1e-3, **given})
+        return UnbuiltOptimizer(groups, {"lr": 1e-3, **given})
 
-    def _groups(self, count: int) -> list[Group]:
+    def _group_values(self, count: int) -> list[Group]:
         """The values of each param group: from the model's script, else from the JSON, else from the checkpoint."""
-        given = self.model.groups or (() if self.by_json else self.model.saved)
+        given = self.model.groups or (() if self.json_has_optimizer else self.model.saved)
         return [dict(given[number]) if given else {} for number in range(count)]
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Optimizer]:
         """The values of the optimizer that steps, as torch has them; and the engine's optimizer."""
-        kind, zero, spot, parameters = self.kind, self.ds.zero_config, self.spot, self.module.parameters()
+        kind, zero, spot, parameters = self.kind, self.ds.zero_config, self.position, self.module.parameters()
         trained = ([name for name in group if parameters[name].trainable] for group in self.model.order)
         shapes = [{name: parameters[name].shape for name in group} for group in trained]
         flats = list(self._flat_buffers(shapes))
@@ -591,14 +597,19 @@ class Launch:
         by_group: list[list[Shape]] = [[] for _ in shapes]
         for flat, shape in zip(flats, masters, strict=True):
             by_group[flat.group].append(shape)
-        inner = self._values(by_group)
+        inner = self._build_optimizer(by_group)
         if kind != "torch":
             vars(inner)["clip_grad"] = self.ds.gradient_clipping
         scaler = None
         if kind in ("zero", "zero3"):
-            scaler = vars(inner)["loss_scaler"] = _loss_scaler(self.ds, self.half)
-        stage, cls = self.stage or int(kind == "bf16"), self.cls if type(inner) is not ScriptsOwn else None
-        cls = self.cls if self.cls is not None and self.cls.__name__ in KEPT else cls
+            scaler = vars(inner)["loss_scaler"] = _loss_scaler(self.ds, self.half_dtype)
+        stage, cls = (
+            self.stage or int(kind == "bf16"),
+            self.optimizer_class if type(inner) is not UnbuiltOptimizer else None,
+        )
+        cls = (
+            self.optimizer_class if self.optimizer_class is not None and self.optimizer_class.__name__ in KEPT else cls
+        )
         offload, count = zero.offload_optimizer, len(flats)  # with a `ratio` the first sub-groups are stepped there
         there = int((1 - getattr(offload, "ratio", 1.0)) * count) if kind == "zero3" and self.offload == "cpu" else 0
         return inner, LiveOptimizer(
@@ -613,22 +624,22 @@ class Launch:
             groups=as_saved(inner.param_groups),
             order=tuple(shapes),
             name=cls.__name__ if cls is not None else type(inner).__name__,
-            known=frozenset(inner.defaults),
+            group_keys=frozenset(inner.defaults),
             decoupled=decoupled_in(inner),
             states=usual_states(cls, {}, flat=True) if cls is not None else None,
-            elsewhere=(there, count),
+            unsaved_states=(there, count),
             scaler=scaler,
             computes_norm=kind == "torch" or bool(getattr(zero, "compute_grad_norm", True)),
         )
 
     def _flat_buffers(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[FlatBuffer]:
         """How DeepSpeed lays out the masters of param groups."""
-        kind, zero, spot = self.kind, self.ds.zero_config, self.spot
+        kind, zero, spot = self.kind, self.ds.zero_config, self.position
         if kind == "zero3":
             yield from arranged(shapes, Rule.EACH, [spot.dp] * len(shapes), sub_group_numel=int(zero.sub_group_size))
         elif kind in RULES:
             aligned = kind == "zero" and bool(getattr(zero, "parameter_alignment", False))
-            itemsize = (self.half or ElementType.FLOAT32).itemsize
+            itemsize = (self.half_dtype or ElementType.FLOAT32).itemsize
             yield from arranged(
                 shapes,
                 Rule.FLAT,
@@ -647,7 +658,7 @@ class Launch:
 
     def _live_buffer(self, flat: FlatBuffer, shape: Shape, group: Mapping[str, object], cls: type | None) -> LiveBuffer:
         """A flat buffer, of which this rank has masters of this shape: of fp32, if they are not the weights."""
-        vector, spot, first = len(shape) < 2, self.spot, next(iter(flat.shapes))
+        vector, spot, first = len(shape) < 2, self.position, next(iter(flat.shapes))
         usual = usual_states(cls, group, flat=vector) if cls is not None else None
         kept = kept_states(cls, group, flat=vector) if usual is None and cls is not None else usual
         weights = self.module.parameters()[first].dtype if self.kind == "torch" else None
@@ -656,29 +667,29 @@ class Launch:
             rank=(spot.data_rank if flat.ranks == spot.dp else spot.expert_rank) if self.kind in RULES else 0,
             dtype=weights or ElementType.FLOAT32,
             held_numel=prod(shape),
-            weight_dtype=self.half or ElementType.FLOAT32,
+            weight_dtype=self.half_dtype or ElementType.FLOAT32,
             states=own_states(prod(shape), group, kept),
             usual=usual,
         )
 
-    def _row(self) -> Row:
+    def _tp_rank(self) -> Row:
         """The row of the rank with what its parameters tell (`told_by_parameters`)."""
-        row, info, held = self.spot.grid.row, self.model.info, self.module.shapes()
-        if self.spot.grid.parts:
+        row, info, held = self.position.grid.row, self.model.info, self.module.shapes()
+        if self.position.grid.parts:
             return row
         whole, maps = held if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
         return row._replace(whole=whole, live=self.model.rules, maps=maps if row.size > 1 else {}, held=held)
 
     def _features(self, optimizer: str) -> Iterator[str]:
         """What only DeepSpeed can load of such a run (`unsupported`)."""
-        grid, mics = self.spot.grid, self.zero.get("mics_shard_size")
+        grid, mics = self.position.grid, self.zero_section.get("mics_shard_size")
         if grid.experts and not plain_experts(self.kind, grid, autoep=False):
             yield MIXTURE
         if self.stage == 3 and self.offload == "nvme":
             yield "NVMe offload"
-        if self.zero.get("zenflow") is not None:
+        if self.zero_section.get("zenflow") is not None:
             yield "ZenFlow"
-        if self.stage == 3 and section(self.zero, "offload_optimizer").get("super_offload"):
+        if self.stage == 3 and section(self.zero_section, "offload_optimizer").get("super_offload"):
             yield "SuperOffload"
         elif self.stage == 3 and isinstance(mics, int) and mics > 0:
             yield "MiCS"
@@ -702,14 +713,14 @@ class Launch:
                 assert own or self.kind == "torch", f"the optimizer of ZeRO stage {self.stage} is not an Optimizer"
                 return cast(object, cls(inner, **cast(Mapping[str, object], said.get("params"))))
             except Exception as error:
-                raise _refusal(f"scheduler {name}: ", error, "the scheduler's section") from error
+                raise _config_error(f"scheduler {name}: ", error, "the scheduler's section") from error
         state = self.checkpoint.model.entries.get("lr_scheduler") if self.checkpoint is not None else None
         if not isinstance(state, Mapping):
             return None
-        return _scripts_scheduler({str(key): value for key, value in state.items()}, inner)
+        return _build_saved_scheduler({str(key): value for key, value in state.items()}, inner)
 
 
-def _saved_class(checkpoint: AnyCheckpoint | None) -> type | None:
+def _class_of_saved_states(checkpoint: AnyCheckpoint | None) -> type | None:
     """The optimizer class that the saved states and hyper-parameters identify, or None."""
     groups = checkpoint.facts.groups if checkpoint is not None and checkpoint.facts is not None else ()
     hyper = set(groups[0].hyperparameters or ()) if groups else set()
@@ -720,7 +731,7 @@ def _saved_class(checkpoint: AnyCheckpoint | None) -> type | None:
     return torch.optim.SGD if kinds <= {"momentum_buffer"} and "nesterov" in hyper else None
 
 
-def _refusal(what: str, error: object, where: str) -> ConfigError:
+def _config_error(what: str, error: object, where: str) -> ConfigError:
     return ConfigError.of("DeepSpeed config", f"{what}{' '.join(str(error).split())}", mend=f"correct {where}")
 
 
@@ -733,7 +744,7 @@ def _loss_scaler(ds: DeepSpeedConfig, dtype: ElementType | None) -> object:
     return CreateLossScaler(torch_dtype(dtype or ElementType.FLOAT32), scale, dynamic, arguments)
 
 
-def _scripts_scheduler(state: Mapping[str, object], inner: torch.optim.Optimizer) -> object:
+def _build_saved_scheduler(state: Mapping[str, object], inner: torch.optim.Optimizer) -> object:
     """A scheduler of the kind whose state was saved, at its beginning, which the script is taken to build again."""
     from deepspeed.runtime import lr_schedules
 

@@ -20,11 +20,11 @@ from ds_reshard.formats.zero.tensor_parallel import pattern_info
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
 from ds_reshard.model.region import Shape
-from ds_reshard.model.rules import Rule, given
+from ds_reshard.model.rules import Rule, use_rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spot:
+class RankPosition:
     """A rank of the coming run: its number among those of its data, among those of its experts, and in the grid."""
 
     data_rank: int
@@ -34,13 +34,13 @@ class Spot:
     grid: LiveGrid
 
 
-def not_foreseen(where: str) -> UnsupportedLayout:
+def cannot_predict(where: str) -> UnsupportedLayout:
     what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
     mend = "start the run to know; docs/parallelism.md says what its load takes"
     return UnsupportedLayout.of(where, what, mend=mend)
 
 
-def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], sp: int) -> None:
+def refuse_unpredictable(found: Found, sizes: Grid, config: Mapping[str, object], sp: int) -> None:
     """Where a rank's part of the model follows from the script alone, raise UnsupportedLayout."""
     divides = section(config, "tensor_parallel").get("autotp_size", 0)
     asked = {
@@ -51,15 +51,15 @@ def refuse_unforeseen(found: Found, sizes: Grid, config: Mapping[str, object], s
         "data_parallel_size of the JSON, which makes a mesh": {"sequence_parallel_size", "data_parallel_size"}
         <= config.keys(),
         "expert_parallel of the JSON": "expert_parallel" in config,
-        **(_of_files(found.checkpoint, sizes) if found.checkpoint is not None else {}),
+        **(_unpredictable_files(found.checkpoint, sizes) if found.checkpoint is not None else {}),
         f"--ep {sizes.ep} of experts that are not read here": sizes.ep > 1
         and any(fault.error == "UnsupportedLayout" for fault in found.faults),
     }
     for what in (name for name, there in asked.items() if there):
-        raise not_foreseen(what)
+        raise cannot_predict(what)
 
 
-def _of_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bool]:
+def _unpredictable_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bool]:
     experts, layers = (
         {prefix: one.total for prefix, one in _experts(checkpoint, 0, 1).items()},
         bool(checkpoint.listing.layers),
@@ -89,9 +89,9 @@ def refuse_stage(grid: LiveGrid, stage: int) -> None:
         )
 
 
-def spot_of(
+def position_of_rank(
     rank: int, sizes: Grid, checkpoint: AnyCheckpoint | None, config: Mapping[str, object], rules: tuple[Rule, ...]
-) -> Spot:
+) -> RankPosition:
     """Where rank `rank` of `sizes` stands. `rules` are the user's, of tensor-parallel parameters."""
     stage, within = divmod(rank, sizes.dp * sizes.tp)
     data, row = divmod(within, sizes.tp)
@@ -102,13 +102,13 @@ def spot_of(
     if isinstance(checkpoint, ZeroCheckpoint) and checkpoint.listing.layers:
         ties = _ties(checkpoint)
         tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
-        parts = _saved_parts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
-        parts = parts or _default_parts(checkpoint, ties, sizes.pp)
+        parts = _saved_stage_starts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
+        parts = parts or _default_stage_starts(checkpoint, ties, sizes.pp)
         grid = replace(grid, row=grid.row._replace(ties=ties), stage=stage, pp=sizes.pp, parts=parts, tied=tied)
-    return Spot(data_rank=data, dp=sizes.dp, expert_rank=of_place, expert_ranks=share, grid=grid)
+    return RankPosition(data_rank=data, dp=sizes.dp, expert_rank=of_place, expert_ranks=share, grid=grid)
 
 
-def assumed(grid: LiveGrid) -> list[str]:
+def assumptions(grid: LiveGrid) -> list[str]:
     """What is taken for granted of a rank's part of the model."""
     if not grid.parts:
         return []
@@ -116,13 +116,13 @@ def assumed(grid: LiveGrid) -> list[str]:
     return [f"the first layers of the stages are taken to be {', '.join(map(str, grid.parts[:-1]))}{tied}"]
 
 
-def own_names(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
+def names_on_rank(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
     """Those of a rank, as `named_parameters` has them: a PipelineModule's tied modules first, then layer by layer."""
-    own = filter(grid.answers, names)
+    own = filter(grid.is_responsible_for, names)
     return tuple(ties_first(sorted(own, key=lambda name: layer_of(name) or 0)) if grid.parts else own)
 
 
-def own_shards(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
+def shards_on_rank(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
     """The shapes of a rank's shards if others than the saving ranks divide, and what its run would say of them.
 
     Each part is divided in equal shares.
@@ -131,15 +131,15 @@ def own_shards(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, 
         said = checkpoint.model.entries.get(INFO)
         return {}, said if isinstance(said, dict) else {}
     if checkpoint.stage == 0:
-        raise not_foreseen(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
+        raise cannot_predict(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
     splits = splits_of(checkpoint)
-    with given(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
+    with use_rules(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
         found, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
     if faults:
-        raise not_foreseen(f"--tp {grid.row.size}: {faults[0].line()}")
+        raise cannot_predict(f"--tp {grid.row.size}: {faults[0].line()}")
     uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
-        raise not_foreseen(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
+        raise cannot_predict(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
     return {name: division.shards[grid.row.rank] for name, division in found.items()}, pattern_info(found)
 
 
@@ -160,7 +160,7 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
         numbers[file]: tied_key(key.name) for file, held in layer_files(checkpoint).items() for key in held.values()
     }
     ties = {layer: key for layer, key in keys.items() if key is not None}
-    stages = _stages(checkpoint)
+    stages = _stage_contents(checkpoint)
     end = max(numbers.values(), default=0)
     for at, (_, tied) in enumerate(stages):
         begin = 1 + max((layer for owned, _ in stages[:at] for layer in owned), default=-1)
@@ -168,12 +168,12 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
         for key in sorted(tied - {ties.get(layer) for layer in range(begin, last + 1)}):
             free = [layer for layer in range(begin, last + 1) if layer not in keys and layer <= end] or [last]
             if key not in ties.values() or free[-1] in keys:
-                raise not_foreseen(f"the tied module {key!r}, which has no file")
+                raise cannot_predict(f"the tied module {key!r}, which has no file")
             ties[free[-1]] = key
     return ties
 
 
-def _stages(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
+def _stage_contents(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
     """The layers and the tied modules of each saved stage, as far as its parameters and buffers tell."""
     names = [{*stage.trainable, *stage.buffer_names} for stage in checkpoint.stages]
     return [
@@ -182,11 +182,11 @@ def _stages(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
     ]
 
 
-def _saved_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> tuple[int, ...] | None:
+def _saved_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> tuple[int, ...] | None:
     """The first layers of the stages that were saved; None where their parameters do not tell (ZeRO stage 0)."""
     if checkpoint.model.param_shapes is None:
         return None
-    stages, end = _stages(checkpoint), _end(checkpoint, ties)
+    stages, end = _stage_contents(checkpoint), _layer_count(checkpoint, ties)
 
     def cut(stage: int, begin: int) -> tuple[int, ...] | None:
         for last in range(begin, end + 1) if stage < len(stages) - 1 else [end]:
@@ -202,15 +202,15 @@ def _saved_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> tuple[i
     return cut(0, 0)
 
 
-def _end(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> int:
+def _layer_count(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> int:
     return 1 + max(*(layer for layer, _ in checkpoint.listing.layers), *ties, 0)
 
 
-def _default_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], stages: int) -> tuple[int, ...]:
+def _default_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], stages: int) -> tuple[int, ...]:
     """As PipelineModule's partition_method="parameters" cuts: by the numbers of the layers' parameters."""
     from deepspeed.runtime.utils import partition_balanced
 
-    end = _end(checkpoint, ties)
+    end = _layer_count(checkpoint, ties)
     trained = checkpoint.model.trainable or {name: one.shape for name, one in checkpoint.model.module.items()}
     sizes = dict[int | str | None, int]()
     for name, shape in trained.items():
@@ -218,5 +218,5 @@ def _default_parts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], stages: 
         sizes[part] = sizes.get(part, 0) + prod(shape)
     counts = [sizes.get(ties.get(layer, layer), 0) for layer in range(end)]
     if end < stages:
-        raise not_foreseen(f"--pp {stages} of {end} layers")
+        raise cannot_predict(f"--pp {stages} of {end} layers")
     return tuple(map(int, partition_balanced(weights=counts, num_parts=stages)))

@@ -30,7 +30,7 @@ from ds_reshard.planning.plan import Plan, Planner
 logger = logging.getLogger("ds_reshard")
 
 
-def of_later_stages(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
+def later_stage_weight_faults(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
     """Weights, or masters that they are, of which only a later stage's value is to be had, and that are not tied."""
     wanted = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
     for name in sorted(wants.checkpoint.late & wanted.union(wants.from_masters) - grid.tied):
@@ -39,7 +39,7 @@ def of_later_stages(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(f"parameter {name}", what, "the first stage's", "a later one's", mend=mend)
 
 
-def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
+def tensors_read_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
     """Tensors of flat buffers that ranks with other layers or experts read, and see to the checksums of."""
     if wants.wholes:
         others = (key for key in wants.checkpoint.layout.placements if key.kind in wants.wholes)
@@ -51,19 +51,19 @@ def wanted_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
     return frozenset(others).difference(wants.sources.values())
 
 
-def plan_of(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int) -> Plan:
+def plan_rank(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int) -> Plan:
     """The plan of this rank, of what all ranks of the run divide and of what only some do; opens shards."""
     shares = {(position, size): wants, **wants.shares}
     plans = [
-        Planner(index, one.layout(ranks), one.sources, elsewhere=wanted_elsewhere(one, grid)).plan(
+        Planner(index, one.layout(ranks), one.sources, elsewhere=tensors_read_elsewhere(one, grid)).plan(
             place, sizes={**one.sizes, **one.padded}
         )
         for (place, ranks), one in shares.items()
     ]
-    return reduce(Plan.and_also, plans)
+    return reduce(Plan.merge, plans)
 
 
-def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
+def unproved_faults(wants: Wants, *, prove: bool) -> Iterator[Fault]:
     """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
     left_out = {
         "tensors that this run divides otherwise": wants.divided,
@@ -76,14 +76,14 @@ def shares_unproved(wants: Wants, *, prove: bool) -> Iterator[Fault]:
             yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
-def ordered(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) -> Named:
+def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) -> Named:
     """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
     raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
     if len(checkpoint.stages) > 1 and not checkpoint.rows:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
-    ep_rank = next((held.first // held.held for held in grid.experts.values()), 0)
+    ep_rank = next((held.first // held.size for held in grid.experts.values()), 0)
     return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
 
 
@@ -93,7 +93,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
     Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
     parameters; as many of the same shapes cannot be told apart.
     """
-    saved, sizes = checkpoint.stages, {held.total // held.held for held in grid.experts.values()}
+    saved, sizes = checkpoint.stages, {held.total // held.size for held in grid.experts.values()}
     mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
     if checkpoint.stage != 0 or live is None:
         return
@@ -144,7 +144,7 @@ def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:
     return replace(checkpoint.model, path=own.path, entries=entries)
 
 
-def copies_apart(
+def unequal_replicas(
     checkpoint: ZeroCheckpoint, grid: LiveGrid, index: Index, position: int, size: int, *, memory_nbytes: int
 ) -> Iterator[Fault]:
     """Copies that should be equal and are not: of what is not divided by tensor-parallel ranks, of tied parameters, and
@@ -155,7 +155,9 @@ def copies_apart(
     has a later stage's weight, and its own ranks look at its states.
     """
     held = [(one.key, holder) for one in checkpoint.layout.placements.values() for holder, _ in one.replicas]
-    replicas = {Holder(): index} | {of: index.of(layout) for of, layout in checkpoint.layout.replicas().items()}
+    replicas = {Holder(): index} | {
+        of: index.with_layout(layout) for of, layout in checkpoint.layout.replicas().items()
+    }
     for key, holder in held[grid.stage * size + position :: grid.pp * size]:
         first = replicas[Holder(holder.stage) if holder.rank else Holder()], key
         replica = replicas[holder], key
@@ -179,14 +181,14 @@ def copies_apart(
         told = states if key.kind == MASTER and states else [key]  # equal states may belong to other masters
         if not all(is_zero(replica[0], one, memory_nbytes=memory_nbytes) for one in told):
             yield _trained_fault(key, "the first stage's values", "others")
-    for key in [key for key in checkpoint.layout.placements if _copied(key.name, grid)][position::size]:
+    for key in [key for key in checkpoint.layout.placements if _has_earlier_copy(key.name, grid)][position::size]:
         if key.kind == WEIGHT:
             logger.warning("stage %d: %s has the first stage's values: it is not tied", grid.stage, key.name)
         elif checkpoint.stage == 0 and key.kind != MASTER and not is_zero(index, key, memory_nbytes=memory_nbytes):
             yield _trained_fault(key, "no moments, as no file has this stage's weight", "moments")
 
 
-def _copied(name: str, grid: LiveGrid) -> bool:
+def _has_earlier_copy(name: str, grid: LiveGrid) -> bool:
     """Whether an earlier stage has a tensor of this name, too, and they are not tied."""
     key = tied_key(name)
     return key is not None and name not in grid.tied and grid.stages_of(key)[:1] not in ([], [grid.stage])

@@ -32,7 +32,7 @@ from ds_reshard.model.live_run import LiveModule, LiveOptimizer, LiveRun, LiveTe
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape
 from ds_reshard.model.rules import Rule
-from ds_reshard.operations.ranks import answered, rank, world_size
+from ds_reshard.operations.ranks import collective, rank, world_size
 
 if TYPE_CHECKING:
     import torch
@@ -112,7 +112,7 @@ def run_of(engine: DeepSpeedEngine, features: Sequence[str] = (), rules: tuple[R
         module=module_of(module, grid),
         optimizer=live_optimizer(engine, grid),
         scheduler=engine.lr_scheduler,
-        shares=shares,
+        local_shards=shares,
         features=tuple(features),
         stage=int(engine.zero_optimization_stage()),
         grid=replace(grid, row=grid.row._replace(rules=rules)),
@@ -136,12 +136,12 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
 
     found: dict[int, tuple[torch.Tensor, list[str], list[str]]] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        found.setdefault(id(param), (param, [], []))[1].append(grid.named(name))
+        found.setdefault(id(param), (param, [], []))[1].append(grid.global_name(name))
     state: dict[str, object] = module.state_dict(keep_vars=True)
-    whole = {grid.named(name): value for name, value in state.items()}
+    whole = {grid.global_name(name): value for name, value in state.items()}
     params, unloaded = set(found), dict[str, Unloaded]()
     for name, beside in entries_unloaded(module, state).items():
-        unloaded[grid.named(name)] = state[name], frozenset(map(grid.named, beside))
+        unloaded[grid.global_name(name)] = state[name], frozenset(map(grid.global_name, beside))
     read = set[str]()
     for name, value in whole.items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE and name not in unloaded:
@@ -153,10 +153,10 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
     return LiveModule(
         tensors=tuple(_tensor(tensor, tuple(names), tuple(entries)) for tensor, names, entries in found.values()),
         names=frozenset(whole),
-        others={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
+        other_shapes={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
         unloaded=unloaded,
-        extra=tuple(map(grid.named, extra)),
-        loads_itself=_loads_itself(module, state),
+        extra_state_modules=tuple(map(grid.global_name, extra)),
+        has_load_hooks=_loads_itself(module, state),
         versioned={
             saved_name(n): one._version for n, one in named if has_loader(one) and one._version not in (None, 1)
         },
@@ -351,7 +351,7 @@ def param_names(engine: DeepSpeedEngine, grid: LiveGrid) -> Names:
     names: Names = engine.param_names
     if not getattr(engine, "has_moe_layers", False):
         return names
-    return {param: grid.named(name) for param, name in names.items()}
+    return {param: grid.global_name(name) for param, name in names.items()}
 
 
 def autoep_live(engine: DeepSpeedEngine) -> frozenset[int]:
@@ -471,11 +471,11 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
         groups=as_saved(groups),
         order=_order(kind, optimizer, names, buffers, len(groups)),
         name=type(inner).__name__,
-        known=frozenset(getattr(inner, "defaults", {})),
+        group_keys=frozenset(getattr(inner, "defaults", {})),
         decoupled=decoupled_in(inner),
         states=usual_states(type(inner), {}, flat=True),
         entries=_own_entries(inner),
-        elsewhere=(sum(one != "cpu" for one in devices), len(devices)),
+        unsaved_states=(sum(one != "cpu" for one in devices), len(devices)),
         scaler=getattr(optimizer, name) if name is not None else None,
         computes_norm=bool(getattr(optimizer, "compute_grad_norm", True)),
     )
@@ -526,7 +526,7 @@ def memory_of(engine: DeepSpeedEngine, grid: LiveGrid) -> Memory:
     import torch
 
     state: dict[str, object] = engine.module.state_dict(keep_vars=True)
-    found = {f"module/{grid.named(name)}": one for name, one in state.items() if isinstance(one, torch.Tensor)}
+    found = {f"module/{grid.global_name(name)}": one for name, one in state.items() if isinstance(one, torch.Tensor)}
     found |= {f"fp32/{number}": masters for number, masters in enumerate(masters_of(engine))}
     if live_kind(engine) == "zero3":
         flats = engine.optimizer.fp16_partitioned_groups_flat
@@ -741,7 +741,7 @@ def _complete_gathers(group: dist.ProcessGroup) -> None:
     import torch.distributed as dist
 
     if dist.get_backend(group) == "gloo":
-        with answered():
+        with collective():
             dist.barrier(group=group)
 
 

@@ -198,11 +198,14 @@ def module_values(module: LiveModule, model: ModelStates, settings: Settings) ->
     own = model.entries["module"] or {}  # None in a stage's file, and in a universal folder made of stages
     assert isinstance(own, dict)
     saved = {**model.module, **model.objects, **own}
-    taken = [*module.extra, *(model.objects.keys() - module.unloaded.keys() if module.loads_itself else ())]
+    taken = [
+        *module.extra_state_modules,
+        *(model.objects.keys() - module.unloaded.keys() if module.has_load_hooks else ()),
+    ]
     mend = "save it whole: not as a DTensor that is sharded"
     faults = [
         UnsupportedLayout.fault(key, "is an extra state that lies in several pieces", mend=mend)
-        for key in module.extra
+        for key in module.extra_state_modules
         if isinstance(record := saved.get(key), TensorRecord) and not record.storage.path
     ]
     for name, version in module.versioned.items():

@@ -23,7 +23,7 @@ from ds_reshard.formats.zero.shards import model_signature
 from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.operations.pickles import refuse_unsafe_folder, walk
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
@@ -129,7 +129,7 @@ def tag_files(*, universal: bool) -> tuple[str, ...]:
     return (LATEST_UNIVERSAL,) if universal else (LATEST, LATEST_UNIVERSAL)
 
 
-@uncollected()
+@gc_disabled()
 def look(
     load_dir: str,
     tag: object,
@@ -179,7 +179,7 @@ def look(
         return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
 
 
-@uncollected()
+@gc_disabled()
 def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
     """Every rank: read what rank 0 has listed, or the same of its own row. Never raises.
 

@@ -37,7 +37,7 @@ class ForeignCheckpoint(AnyCheckpoint):
         return Shards(index=Index(self.layout, _Source(source)), compare=source.opened.compare)
 
 
-_AGAIN = "masters\0"
+_MASTER_FAMILY = "masters\0"
 """What begins the names of families whose bytes are read as masters beside the weights that they are."""
 
 
@@ -47,7 +47,7 @@ class _Source(NamedTuple):
     checkpoint: Checkpoint
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        found = self.checkpoint.index.open(family.removeprefix(_AGAIN), shard)
+        found = self.checkpoint.index.open(family.removeprefix(_MASTER_FAMILY), shard)
         raise_faults(self.checkpoint.index.faults, subject=f"loading {self.checkpoint.folder}")
         return found
 
@@ -58,7 +58,7 @@ def layout_of(content: Content, source: Layout) -> Layout:
     for key, held in content.tensors.items():
         place, family = source[held.origin], source[held.origin].family
         if key.kind == MASTER and held.origin.kind == WEIGHT:
-            family = f"{_AGAIN}{family}"
+            family = f"{_MASTER_FAMILY}{family}"
             shards[family] = shards[place.family]
         tiles = tuple(tile._replace(key=key, family=family) for tile in place.tiles)
         placements[key] = place._replace(key=key, family=family, tiles=tiles)
@@ -71,7 +71,7 @@ def read_foreign(found: Found, *, optimizer: bool, names: str | Mapping[str, obj
     content, renamed = source.content(), read_name_map(names) if names is not None else None
     faults = list(renamed.faults(content)) if renamed is not None else []
     content = renamed.applied(content) if renamed is not None else content
-    faults += [*content.faults, *optimizer_faults(content), *_unfinished(content)] if optimizer else []
+    faults += [*content.faults, *optimizer_faults(content), *_resume_faults(content)] if optimizer else []
     faults += unproved(source, None if optimizer else ()) if not faults else []
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
     for note in content.notes:
@@ -102,7 +102,7 @@ def model_of(content: Content) -> ModelStates:
     )
 
 
-def _unfinished(content: Content) -> Iterator[Fault]:
+def _resume_faults(content: Content) -> Iterator[Fault]:
     """What a run that goes on with the optimizer wants to be told."""
     if content.facts is None:
         mend = "pass --no-load-optim, or load_optimizer_states=False, for the weights alone"

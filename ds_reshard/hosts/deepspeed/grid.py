@@ -14,7 +14,7 @@ class Experts(NamedTuple):
     """The experts of one layer that a rank has: so many from the first on, of all."""
 
     first: int
-    held: int
+    size: int
     total: int
 
 
@@ -39,12 +39,12 @@ class LiveGrid:
         """The number after `mp_rank_` in the files that this rank saves."""
         return self.stage * self.row.size + self.row.rank
 
-    def answers(self, name: str) -> bool:
+    def is_responsible_for(self, name: str) -> bool:
         """Whether this rank says what is wrong with a tensor of this name: it should have it, or no rank should."""
         of = expert_of(name) if self.experts else None
         if of is not None and of[0] in self.experts:
             mine = self.experts[of[0]]
-            return not 0 <= of[1] < mine.total or mine.first <= of[1] < mine.first + mine.held
+            return not 0 <= of[1] < mine.total or mine.first <= of[1] < mine.first + mine.size
         layer, key = layer_of(name), tied_key(name)
         if not self.parts or (layer is None and key not in (self.row.ties or {}).values()):
             return True
@@ -52,7 +52,7 @@ class LiveGrid:
             return not 0 <= layer < self.parts[-1] or self.parts[self.stage] <= layer < self.parts[self.stage + 1]
         return self.stage in self.stages_of(key)
 
-    def named(self, name: str) -> str:
+    def global_name(self, name: str) -> str:
         """What a tensor of this rank is called among those of all ranks."""
         return renumbered(name, {prefix: held.first for prefix, held in self.experts.items()}) if self.experts else name
 

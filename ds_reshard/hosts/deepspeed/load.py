@@ -62,12 +62,12 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
 from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
-from ds_reshard.hosts.deepspeed.ready import Decision, Ready, agree_ready
-from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, saved_by, scheduler_seam_off
+from ds_reshard.hosts.deepspeed.ready import Decision, ReadinessReport, check_ranks_agree
+from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, scheduler_seam_off, was_saved_by
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unfound import found_at_all, renamed
+from ds_reshard.hosts.deepspeed.unfound import check_trained_names, with_names
 from ds_reshard.model.facts import canonical
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.operations.pickles import scan_files
 from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
@@ -163,7 +163,7 @@ def _load(
         return resume.report(resume.after_deepspeed(result))
 
 
-@uncollected()
+@gc_disabled()
 def agree_on_loader(
     engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object, steps: Steps
 ) -> tuple[Found, Decision]:
@@ -176,8 +176,8 @@ def agree_on_loader(
     if mine is not None:
         subject = f"loading {request.load_dir}"
         ready = steps.take(lambda: _said(mine, found, decision, request), subject=subject, always=True)
-    told = steps.tell(ready or Ready())
-    agree_ready(told, steps, found, decision, request)
+    told = steps.gather(ready or ReadinessReport())
+    check_ranks_agree(told, steps, found, decision, request)
     unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
     if mine is not None and unread and (found.tag or found.faults or mine.run is None):
         refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
@@ -207,7 +207,7 @@ def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: 
     if run is not None and (told.listing is not None or told.universal):
         wanted = restrict(request, _policy(mine, told)).load_optimizer
         if told.listing is not None:
-            told = replace(told, listing=renamed(told.listing, run.module.names, mine.settings.names))
+            told = replace(told, listing=with_names(told.listing, run.module.names, mine.settings.names))
         found = look_too(told, optimizer=wanted, row=run.grid.row)
         if found.faults and told.listing is not None and run.node_local:
             found = look_on_node(
@@ -228,12 +228,12 @@ def _policy(mine: Considered, found: Found) -> ResumePolicy:
 def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
     """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
     load_dir, universal, run = request.load_dir, mine.universal, mine.run
-    own_save = not mine.policy.is_default and saved_by(engine, load_dir, tag, universal=universal)
+    own_save = not mine.policy.is_default and was_saved_by(engine, load_dir, tag, universal=universal)
     found = Found(own_save=own_save)
     if run is not None:
         wanted = restrict(request, _policy(mine, found)).load_optimizer
         names, row = mine.settings.names, run.grid.row
-        rename = partial(renamed, run=run.module.names, names=names)
+        rename = partial(with_names, run=run.module.names, names=names)
         looked = look(
             load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True, rename=rename
         )
@@ -268,7 +268,7 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
     made.resume = resume = steps.take(lambda: Resume(engine, policy, request, mine.settings), subject=subject)
     if resume is None:
         return made
-    steps.take(resume.refuse, subject=subject)
+    steps.take(resume.check_policy, subject=subject)
     run = mine.run
     if run is None or _is_unread(run, found):
         made.loader = "DeepSpeed, unread"
@@ -276,7 +276,7 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
             steps.take(lambda: raise_faults([reads_no_url(request.load_dir)], subject=subject), subject=subject)
         if found.tag or run is None:  # else there is nothing to load, and nothing to apply a policy to
             steps.take(lambda: raise_faults(found.faults if run is None else (), subject=subject), subject=subject)
-            steps.take(lambda: resume.without_files(found.aside), subject=subject)
+            steps.take(lambda: resume.check_unread_load(found.aside), subject=subject)
         return made
     steps.take(lambda: raise_faults(found.faults, subject=subject), subject=subject)
     checkpoint = found.checkpoint
@@ -295,7 +295,7 @@ def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, requ
     return made
 
 
-def _said(mine: Considered, found: Found, decision: Decision, request: Request) -> Ready:
+def _said(mine: Considered, found: Found, decision: Decision, request: Request) -> ReadinessReport:
     """What this rank says of itself, as much as it can where it has failed."""
     view, shards, prepared = (
         repr((mine.run is not None, mine.settings.enabled, mine.policy)),
@@ -303,27 +303,35 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
         decision.prepared,
     )
     given = request.given if mine.settings.enabled else None
-    ready = Ready(view=view, policy=mine.policy, loader=decision.loader, given=given, states=decision.cuts_states)
+    ready = ReadinessReport(
+        route=view,
+        policy=mine.policy,
+        loader=decision.loader,
+        arguments=given,
+        reshards_states=decision.reshards_states,
+    )
     read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
     sets = (zip(*files, strict=True) for files in read)
-    ready = ready._replace(sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
+    ready = ready._replace(file_sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if prepared is not None and mine.settings.prove:
-        ready = ready._replace(names=(prepared.grid.column, divided_names(prepared, unproved=unproved(prepared))))
+        ready = ready._replace(
+            fingerprinted_names=(prepared.grid.column, divided_names(prepared, unproved=unproved(prepared)))
+        )
     if shards is None:
         return ready
     signatures = frozenset(
         (family, digest(sorted(alike.items())))
         for name, said in shards.signatures.items()
-        for family, alike in said_alike(name, said, states=ready.states).items()
+        for family, alike in said_alike(name, said, states=ready.reshards_states).items()
     )
     prints = frozenset(
         (digest((column_of(name), marks)), name)
         for name, marks in shards.prints.items()
         if sum(crc is not None for _, crc in marks) > 1
     )
-    return ready._replace(signatures=signatures, prints=prints)
+    return ready._replace(signatures=signatures, shard_checksums=prints)
 
 
 def as_saved(run: Run, found: Found) -> bool:
@@ -381,7 +389,7 @@ def leave_to_deepspeed(
         faults += scheduler_faults(run.scheduler, checkpoint.model, request)
     if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
         strict = request.strict or request.load_optimizer
-        found_at_all(live_model(run, {}), checkpoint, run.grid, strict=strict)
+        check_trained_names(live_model(run, {}), checkpoint, run.grid, strict=strict)
     if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
@@ -456,7 +464,7 @@ def _check_own(run: Run, checkpoint: AnyCheckpoint, shards: ZeroShards) -> list[
     index, live = Index(checkpoint.layout, shards), run.optimizer
     listing = checkpoint.listing
     name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
-    places = {listing.places.get(held.first // held.held) for held in run.grid.experts.values()}
+    places = {listing.places.get(held.first // held.size) for held in run.grid.experts.values()}
     unpickled = [listing.path(one) for one in (name, *places) if one is not None]
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
@@ -491,7 +499,7 @@ def _by_deepspeed(engine: DeepSpeedEngine, call: Call, request: Request, tag: ob
     return result
 
 
-@uncollected()
+@gc_disabled()
 def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, resume: Resume) -> Result:
     """Read the checkpoint into this engine, whatever layout either has, and apply the resume policy. Collective."""
     folder, steps = prepared.checkpoint.listing.folder, Steps()

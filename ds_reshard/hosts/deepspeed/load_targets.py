@@ -28,7 +28,7 @@ from ds_reshard.hosts.deepspeed.engine import MOMENTUM, LiveBuffer, Optimizer, R
 from ds_reshard.hosts.deepspeed.entries import unloaded_faults
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, in_parts
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, placement_of_parts
 from ds_reshard.model.live_run import LiveTensor, LocalShard
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Shape
@@ -94,7 +94,7 @@ class Wants:
             return True
         if share.parts:
             whole = placement._replace(shape=share.shape, box=Box.whole(share.shape))
-            self.placements[key], self.sources[key] = in_parts(whole, [(placement.cut, share.parts)]), source
+            self.placements[key], self.sources[key] = placement_of_parts(whole, [(placement.cut, share.parts)]), source
         return sum(part.box.numel for part in share.parts) == placement.numel
 
     def take_buffers(self, tensors: Iterable[LiveTensor], model: ModelStates) -> None:
@@ -147,7 +147,7 @@ class Wants:
 def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, LocalShard], list[Fault]]:
     """The parts that this rank has of parameters that are divided; empty if the checkpoint has the same parts."""
     if not checkpoint.rows or run.grid.row.size == 1:
-        return {**run.shares, **_padded(run, checkpoint)}, []
+        return {**run.local_shards, **_padded(run, checkpoint)}, []
     grid, local = run.grid, run.module.shapes()
     maps = affine_maps(run.info)
     mapped = Patterns(maps)
@@ -428,7 +428,7 @@ _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 
 def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
-    yield from _twin_faults(*live.elsewhere)
+    yield from _twin_faults(*live.unsaved_states)
     for number, buffer in enumerate(live.buffers):
         own, saved = buffer.states, frozenset(state_kinds(checkpoint, buffer))
         known = buffer.usual if checkpoint.universal is None else None
@@ -488,7 +488,7 @@ def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) ->
     decoupled = live.decoupled
     for number, saved in groups.items():
         differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
-        differ = [name for name in differ if name not in live.known]
+        differ = [name for name in differ if name not in live.group_keys]
         if saved.get("weight_decay") and decoupled is not None:
             differ += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay", bool(decoupled)) != decoupled)
         for name in differ:

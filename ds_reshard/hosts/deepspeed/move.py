@@ -41,8 +41,8 @@ from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.operations.progress import showing
-from ds_reshard.operations.ranks import Steps, answered, rank, read_together
-from ds_reshard.planning.plan import matched
+from ds_reshard.operations.ranks import Steps, collective, rank, read_together
+from ds_reshard.planning.plan import match_tensors
 from ds_reshard.resume.report import ANEW, EQUAL_TO_WEIGHTS, FROM_CHECKPOINT, MASTERS, MOMENTS
 from ds_reshard.resume.scheduler_policy import SavedValues
 
@@ -134,7 +134,7 @@ def _shares_bytes(prepared: Prepared) -> bool:
 
 def unproved(prepared: Prepared) -> frozenset[str]:
     """The kinds of tensors that this load changes after it has read them."""
-    kinds = {"weight": prepared.run.module.loads_itself, "fp32": _masters_anew(prepared)}
+    kinds = {"weight": prepared.run.module.has_load_hooks, "fp32": _masters_anew(prepared)}
     return frozenset(kind for kind, changed in kinds.items() if changed)
 
 
@@ -195,8 +195,8 @@ def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str
     """Let modules load what was saved as if it were a state dict, with all that they do beside taking over tensors."""
     import torch
 
-    if not prepared.run.module.loads_itself:
-        local = {prepared.grid.named(name): name for name in state}
+    if not prepared.run.module.has_load_hooks:
+        local = {prepared.grid.global_name(name): name for name in state}
         for name, value in prepared.beside.entries.items():
             module.get_submodule(local.get(name, name).rpartition(".")[0]).set_extra_state(value)
         return
@@ -225,7 +225,7 @@ def _state_saved(
     saved, values, grid = prepared.checkpoint.model, prepared.beside.entries, prepared.grid
     known = {*saved.module, *saved.objects, *saved.trainable, *saved.frozen_shapes}
     known -= prepared.run.module.unloaded.keys()
-    names = {name: name for name in values} | {grid.named(name): name for name in state}
+    names = {name: name for name in values} | {grid.global_name(name): name for name in state}
     given, loaders = OrderedDict[str, object](), loader_prefixes(part)
     for name, local in names.items():
         if name in known and local.startswith(prefix):
@@ -234,7 +234,10 @@ def _state_saved(
             if isinstance(value, torch.Tensor) and key.startswith(loaders):
                 given[key] = value.detach().to("cpu", copy=True)
     for name, record in saved.module.items():
-        key, left = name.removeprefix(prefix), name not in names and name.startswith(prefix) and grid.answers(name)
+        key, left = (
+            name.removeprefix(prefix),
+            name not in names and name.startswith(prefix) and grid.is_responsible_for(name),
+        )
         if left and record.storage.path and key.startswith(loaders):
             given[key] = read_tensor(record)
     modules = ((name, saved_name(f"{prefix}{name}".removesuffix("."))) for name, _ in part.named_modules())
@@ -604,7 +607,7 @@ class Proof:
 def seen_by(prepared: Prepared) -> Witness:
     """Who sums up what this rank is going to read."""
     position, size = place(prepared.live)
-    wanted = matched(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
+    wanted = match_tensors(prepared.index, prepared.wants.layout(size), prepared.wants.sources)
     return Witness(prepared.index, wanted, position)
 
 
@@ -689,7 +692,7 @@ def _summed(
         return dict(parts)
     rows = [(signed(part.value), part.nbytes) for part in parts.values()]
     sums = torch.tensor(rows, dtype=torch.int64, device=engine.device)
-    with answered():
+    with collective():
         dist.all_reduce(sums, group=engine.optimizer.dp_process_group)
     totals = (Fingerprint(value=value % 2**64, nbytes=nbytes) for value, nbytes in sums.tolist())
     return dict(zip(parts, totals, strict=True))

@@ -22,17 +22,23 @@ from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
 from ds_reshard.hosts.deepspeed.coming import (
-    ComingModel,
     Launch,
+    PlannedModel,
     Training,
-    filled,
-    given_model,
-    no_model,
-    parsed,
-    precision,
+    fill_auto,
+    model_from_factory,
+    parse_config,
+    placeholder_model,
     saved_model,
+    weight_precision,
 )
-from ds_reshard.hosts.deepspeed.coming_grid import assumed, not_foreseen, refuse_stage, refuse_unforeseen, spot_of
+from ds_reshard.hosts.deepspeed.coming_grid import (
+    assumptions,
+    cannot_predict,
+    position_of_rank,
+    refuse_stage,
+    refuse_unpredictable,
+)
 from ds_reshard.hosts.deepspeed.engine import autotp_in
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
@@ -58,12 +64,12 @@ from ds_reshard.resume.scheduler_policy import SCHEDULED
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-_MOST_RANKS = 12
-_SCRIPTS = "the script's"
+_MAX_SHOWN_RANKS = 12
+_SET_BY_SCRIPT = "the script's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Coming:
+class PlannedRun:
     """The run that is asked about: its JSON, its ranks and nodes, and the model where one can be built."""
 
     config: Mapping[str, object]
@@ -76,7 +82,7 @@ class Coming:
     model: Callable[[], object] | None = None
 
 
-def forecast(path: str, coming: Coming, *, tag: str | None = None) -> Forecast:
+def forecast(path: str, coming: PlannedRun, *, tag: str | None = None) -> Forecast:
     """What a load of `path` will do in this run, who does it, and every reason why it cannot.
 
     Needs DeepSpeed, whose own code reads the JSON; no GPU, no process group, and nothing of the model but its shapes.
@@ -93,7 +99,7 @@ def forecast(path: str, coming: Coming, *, tag: str | None = None) -> Forecast:
 class _Forecasting:
     """One answer: what was found so far, and what is wrong."""
 
-    def __init__(self, path: str, coming: Coming, tag: str | None) -> None:
+    def __init__(self, path: str, coming: PlannedRun, tag: str | None) -> None:
         self.coming, self.tag = coming, tag
         self.request = Request(
             load_dir=path,
@@ -109,15 +115,15 @@ class _Forecasting:
         self.costs: list[RankCost] = []
         self.config: dict[str, object] = dict(coming.config)
         self.ds: DeepSpeedConfig | None = None
-        self.rows: dict[int, AnyCheckpoint | None] = {}
+        self.checkpoints: dict[int, AnyCheckpoint | None] = {}
         self.loader, self.buffer_nbytes = "", 0
         self.report: ResumeReport | None = None
-        self._models: dict[tuple[int, int, int], ComingModel] = {}
+        self._models: dict[tuple[int, int, int], PlannedModel] = {}
 
     @property
     def checkpoint(self) -> AnyCheckpoint | None:
         """What the first tensor-parallel rank finds."""
-        return self.rows.get(0)
+        return self.checkpoints.get(0)
 
     @property
     def sizes(self) -> Grid:
@@ -133,7 +139,7 @@ class _Forecasting:
             saved = f"{universal}ZeRO {checkpoint.stage}, {sizes}"
             saved = "another format" if isinstance(checkpoint, ForeignCheckpoint) else saved
         if ds is not None:
-            batch = _batch(ds, checkpoint)
+            batch = _batch_sizes(ds, checkpoint)
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
         return Forecast(
             saved=saved,
@@ -151,69 +157,69 @@ class _Forecasting:
 
     def decide(self) -> None:
         """Everything that a load decides before it moves a byte, for some of its ranks."""
-        _refuse_sizes(self.coming)
+        _check_sizes(self.coming)
         settings = parse_settings(self.coming.config)
         self.buffer_nbytes = settings.memory_nbytes
         with in_force(PickleRules(frozenset(settings.trust) | rules_in_force().trusted)):
             tp = self.coming.tp
-            found, *_ = [self._look(row, settings) for row in range(tp)]
-            refuse_unforeseen(found, self.sizes, self.coming.config, self.coming.sp)
-            self._fill()
+            found, *_ = [self._resolve_checkpoint(row, settings) for row in range(tp)]
+            refuse_unpredictable(found, self.sizes, self.coming.config, self.coming.sp)
+            self._fill_config()
             by_autotp = self.coming.tp > 1 and bool(section(self.config, "tensor_parallel").get("autotp_size"))
             try:
                 ranks = self.coming.world if by_autotp else self.sizes.dp
-                self.ds = parsed(self.config, ranks // self.coming.sp)  # as it counts batches
+                self.ds = parse_config(self.config, ranks // self.coming.sp)  # as it counts batches
             except ConfigError:
                 missing = not found.tag and not found.faults
-                self.faults += faults_of(_nothing(self.request.load_dir)) if missing else found.faults
-                if self.faults and self._lacks_a_batch():
+                self.faults += faults_of(_no_checkpoint(self.request.load_dir)) if missing else found.faults
+                if self.faults and self._only_batch_is_unknown():
                     return
                 raise
             if not found.tag and not found.faults:
-                raise _nothing(self.request.load_dir)
-            first = self._run(0)
+                raise _no_checkpoint(self.request.load_dir)
+            first = self._plan_rank(0)
             refuse_stage(first.run.grid, first.run.stage)
-            self.notes += assumed(first.run.grid)
-            decision, prepared = self._decided(first, whole=True)
+            self.notes += assumptions(first.run.grid)
+            decision, prepared = self._decide_rank(first, whole=True)
             firsts = (column // tp * self.sizes.dp * tp + column % tp for column in range(1, tp * self.coming.pp))
-            others = [self._decided(self._run(rank), whole=True)[0] for rank in firsts]
-            self._compare_rows([decision, *others])
+            others = [self._decide_rank(self._plan_rank(rank), whole=True)[0] for rank in firsts]
+            self._compare_tp_ranks([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
                 self.notes.append("its files are not read here: their structure is DeepSpeed's to check")
             if prepared is None:
                 return
-            for rank in self._ranks():
-                own = prepared if rank == 0 else self._decided(self._run(rank), whole=False)[1]
+            for rank in self._shown_ranks():
+                own = prepared if rank == 0 else self._decide_rank(self._plan_rank(rank), whole=False)[1]
                 if own is not None:
-                    self.costs.append(_cost(rank, self.config, decision, own))
+                    self.costs.append(_rank_cost(rank, self.config, decision, own))
             self.report = _report(first, decision, prepared)
 
-    def _look(self, row: int, settings: Settings) -> Found:
+    def _resolve_checkpoint(self, row: int, settings: Settings) -> Found:
         """What a tensor-parallel rank of the load will find; again by the load's own code, once there is a run."""
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
         place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
         wanted = restrict(self.request, policy_beside(self.coming.config)).load_optimizer
         found = look(folder, self.tag, optimizer=wanted, universal=universal, names=names, row=place)
-        self.rows[row] = found.checkpoint
+        self.checkpoints[row] = found.checkpoint
         return found
 
-    def _compare_rows(self, decisions: Sequence[Decision]) -> None:
+    def _compare_tp_ranks(self, decisions: Sequence[Decision]) -> None:
         """What the ranks of a load find out together: whether all rows are of one save, and all read by one loader."""
         checkpoint, shards = self.checkpoint, [one.shards for one in decisions if one.shards is not None]
         if checkpoint is None:
             return
-        states = any(one.cuts_states for one in decisions)
+        states = any(one.reshards_states for one in decisions)
         folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         found = compare_signatures(said, folder, states=states)
         found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
         raise_faults(found, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
-    def _fill(self) -> None:
+    def _fill_config(self) -> None:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
-        self.config, auto = filled(self.coming.config, saved)
+        self.config, auto = fill_auto(self.coming.config, saved)
         if auto:
             taken = "taken as the saving run had it, or else as DeepSpeed does"
             taken = taken if self.checkpoint is not None else "not known, as the checkpoint cannot be read"
@@ -238,39 +244,39 @@ class _Forecasting:
                 "no scheduler was saved: one that the script builds is refused without --no-load-lr-state"
             )
 
-    def _lacks_a_batch(self) -> bool:
+    def _only_batch_is_unknown(self) -> bool:
         """Whether DeepSpeed refuses the JSON only for a batch that is "auto", which no checkpoint has filled."""
         micro, *_ = names = ("train_micro_batch_size_per_gpu", "train_batch_size")
         if self.checkpoint is not None or not any(self.coming.config.get(name) == "auto" for name in names):
             return False
         try:
-            parsed({**self.config, micro: 1}, self.sizes.dp // self.coming.sp)
+            parse_config({**self.config, micro: 1}, self.sizes.dp // self.coming.sp)
         except ConfigError:
             return False
         return True
 
-    def _run(self, rank: int) -> Training:
+    def _plan_rank(self, rank: int) -> Training:
         assert self.ds is not None
-        checkpoint = self.rows.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
-        spot = spot_of(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
+        checkpoint = self.checkpoints.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
+        spot = position_of_rank(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
         checkpoint = as_one_place(as_one_stage(checkpoint)) if isinstance(checkpoint, ZeroCheckpoint) else checkpoint
         alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
         if alike not in self._models:
-            self._models[alike] = self._built(checkpoint, spot.grid)
-        made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], spot=spot)
+            self._models[alike] = self._build_model(checkpoint, spot.grid)
+        made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], position=spot)
         return made.training(sp=self.coming.sp)
 
-    def _built(self, checkpoint: AnyCheckpoint | None, grid: LiveGrid) -> ComingModel:
+    def _build_model(self, checkpoint: AnyCheckpoint | None, grid: LiveGrid) -> PlannedModel:
         """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
         import torch
 
         assert self.ds is not None
-        dtype = precision(self.ds)
+        dtype = weight_precision(self.ds)
         if self.coming.model is not None:
             try:
                 with torch.device("meta"):
                     made = self.coming.model()
-                return given_model(made, dtype, autotp=autotp_in(self.config))
+                return model_from_factory(made, dtype, autotp=autotp_in(self.config))
             except ReshardError as error:
                 self.faults += faults_of(error)
             except (Exception, SystemExit) as error:  # of the factory, which is anybody's
@@ -282,7 +288,7 @@ class _Forecasting:
                     ConfigError.fault("--model", f"fails with {type(error).__name__}: {said}", mend=mend)
                 )
         if checkpoint is None:
-            return no_model()
+            return placeholder_model()
         was, now = (
             [section(one, name).get("enabled") is True for name in ("bf16", "fp16")]
             for one in (checkpoint.model.config, self.config)
@@ -290,7 +296,7 @@ class _Forecasting:
         kept = dtype is None and was == now
         return saved_model(checkpoint, grid, None if kept else dtype or ElementType.FLOAT32)
 
-    def _decided(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
+    def _decide_rank(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
         """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told.
 
         With `whole` the shards that other ranks open are looked at, too.
@@ -303,7 +309,7 @@ class _Forecasting:
         with scheduler_seam_off(), in_force(PickleRules(settings.trust)):
             found, decision = agree_on_loader(coming, mine, self.request, self.tag, Steps())
             if whole and found.checkpoint is not None:
-                raise_faults(_open_all(found.checkpoint, decision), subject=f"loading {self.request.load_dir}")
+                raise_faults(_open_all_shards(found.checkpoint, decision), subject=f"loading {self.request.load_dir}")
         if decision.loader != "DeepSpeed" or found.checkpoint is None:
             return decision, decision.prepared
         assert decision.resume is not None
@@ -317,13 +323,13 @@ class _Forecasting:
             self.notes.append(f"what DeepSpeed takes over is not told, and it may not look: {why}")
             return decision, None
 
-    def _ranks(self) -> list[int]:
+    def _shown_ranks(self) -> list[int]:
         """The first node's ranks, some of them where they are many, and the last rank of all."""
         a_node = -(-self.coming.world // self.coming.nodes)
-        return sorted({*range(0, a_node, -(-a_node // _MOST_RANKS)), self.coming.world - 1})
+        return sorted({*range(0, a_node, -(-a_node // _MAX_SHOWN_RANKS)), self.coming.world - 1})
 
 
-def _open_all(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
+def _open_all_shards(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
     """Open the shards of every rank, and say what is wrong with them."""
     prepared, shards = decision.prepared, decision.shards
     if prepared is None:
@@ -340,7 +346,7 @@ def _open_all(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
     return index.faults
 
 
-def _refuse_sizes(coming: Coming) -> None:
+def _check_sizes(coming: PlannedRun) -> None:
     product = coming.tp * coming.pp
     if coming.world % product or (coming.world // product) % coming.ep:
         what = f"{coming.world} ranks cannot be divided into tp={coming.tp}, pp={coming.pp}, ep={coming.ep}"
@@ -352,10 +358,10 @@ def _refuse_sizes(coming: Coming) -> None:
         what = f"{coming.nodes} nodes have {coming.world} ranks"
         raise ConfigError.of("--nodes", what, mend="give at most as many as ranks")
     if coming.model is not None and product * coming.ep > 1:  # not every rank has the whole of it
-        raise not_foreseen("--model beside --tp, --pp or --ep")
+        raise cannot_predict("--model beside --tp, --pp or --ep")
 
 
-def _nothing(path: str) -> CheckpointNotFound:
+def _no_checkpoint(path: str) -> CheckpointNotFound:
     """As the tools say it, who name what lies in the folder; else that a load does not look for what is there."""
     try:
         find_listing(path, None)
@@ -365,7 +371,7 @@ def _nothing(path: str) -> CheckpointNotFound:
     return CheckpointNotFound.of(path, "holds no checkpoint that a load would find", mend=mend)
 
 
-def _batch(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[str, tuple[object, object]]:
+def _batch_sizes(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[str, tuple[object, object]]:
     """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
     saved = dict(checkpoint.model.config) if checkpoint is not None else {}
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -376,7 +382,7 @@ def _batch(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[str, t
     return {name: (saved.get(name), getattr(ds, name)) for name in names}
 
 
-def _cost(rank: int, config: Mapping[str, object], decision: Decision, prepared: Prepared) -> RankCost:
+def _rank_cost(rank: int, config: Mapping[str, object], decision: Decision, prepared: Prepared) -> RankCost:
     """Bytes and files that one rank reads, and what its engine holds."""
     live, wants, grid, run = prepared.live, prepared.wants, prepared.grid, prepared.run
     masters = sum(buffer.held_numel * buffer.dtype.itemsize for buffer in live.buffers) if live is not None else 0
@@ -392,7 +398,7 @@ def _cost(rank: int, config: Mapping[str, object], decision: Decision, prepared:
         # every column reads the first one's model file, too (`check_ckpt_list`, runtime/state_dict_factory.py, 0.19.8)
         models, own = {0, grid.column}, listing.column(grid.column)
         files = [listing.column(number).model[data if listing.partitioned_model else 0] for number in sorted(models)]
-        files += _of_layers(grid, listing)
+        files += _layer_and_expert_files(grid, listing)
         files += [own.optim[data]] if data in own.optim and prepared.checkpoint.optim is not None else []
         nbytes = sum(listing.nbytes[name] for name in files)
     else:
@@ -409,7 +415,7 @@ def _cost(rank: int, config: Mapping[str, object], decision: Decision, prepared:
     )
 
 
-def _of_layers(grid: LiveGrid, listing: Listing) -> list[str]:
+def _layer_and_expert_files(grid: LiveGrid, listing: Listing) -> list[str]:
     """The files of a stage's layers, or of all experts, beside a model file."""
     own = range(grid.parts[grid.stage], grid.parts[grid.stage + 1]) if grid.parts else range(0)
     layers = [name for (layer, row), name in listing.layers.items() if layer in own and row == grid.row.rank]
@@ -436,20 +442,20 @@ def _report(coming: Training, decision: Decision, prepared: Prepared) -> ResumeR
         resume.proof = "each tensor is proved by the load"
     made = report(coming)
     saved = values.groups if values is not None else {}
-    rows = tuple(_as_far_as_known(row, coming, decision, saved) for row in made.rows)
-    unknown = coming.scripts_optimizer or coming.scripts_scheduler
+    rows = tuple(_hide_unknown_values(row, coming, decision, saved) for row in made.rows)
+    unknown = coming.script_sets_optimizer or coming.script_builds_scheduler
     warnings = [one for one in made.warnings if one != UNHOOKED]
     return replace(made, rows=rows, warnings=tuple(one for one in warnings if not (unknown and "learning rate" in one)))
 
 
-def _as_far_as_known(row: Row, coming: Training, decision: Decision, saved: Mapping[int, object]) -> Row:
+def _hide_unknown_values(row: Row, coming: Training, decision: Decision, saved: Mapping[int, object]) -> Row:
     """A row without what only the script knows: what its optimizer and its scheduler begin with."""
     group, _, name = row.name.removeprefix("group ").partition(": ") if row.name.startswith("group ") else ("", "", "")
-    by_scheduler = coming.scripts_scheduler and name in SCHEDULED - {"weight_decay"}
-    if not name or not (coming.scripts_optimizer or by_scheduler):
+    by_scheduler = coming.script_builds_scheduler and name in SCHEDULED - {"weight_decay"}
+    if not name or not (coming.script_sets_optimizer or by_scheduler):
         return row
     assert decision.resume is not None
     policy = decision.resume.policy
     taken = policy.takes(name) or (name in SCHEDULED and policy.schedule_is_this_runs)
     taken = taken or not policy.loads_masters or int(group) not in saved
-    return replace(row, this_run=_SCRIPTS, used=_SCRIPTS if taken else row.used)
+    return replace(row, this_run=_SET_BY_SCRIPT, used=_SET_BY_SCRIPT if taken else row.used)

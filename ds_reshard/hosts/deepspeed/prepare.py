@@ -15,15 +15,15 @@ from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
 from ds_reshard.formats.zero.tensor_parallel import padding_rules
 from ds_reshard.hosts.deepspeed.copies import (
-    copies_apart,
+    later_stage_weight_faults,
     model_of_stage,
-    of_later_stages,
+    name_optimizer,
     order_faults,
-    ordered,
-    plan_of,
+    plan_rank,
     same_values,
-    shares_unproved,
     ties_restored,
+    unequal_replicas,
+    unproved_faults,
 )
 from ds_reshard.hosts.deepspeed.engine import Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import (
@@ -51,11 +51,11 @@ from ds_reshard.hosts.deepspeed.load_targets import (
     want_optimizer,
 )
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.hosts.deepspeed.unfound import LiveModel, found_at_all, saved_shapes
+from ds_reshard.hosts.deepspeed.unfound import LiveModel, check_trained_names, saved_shapes
 from ds_reshard.model.checkpoint import Shards
 from ds_reshard.model.content import MASTER, WEIGHT, regrouping_fault, reorder_groups
 from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
-from ds_reshard.model.gc_pause import uncollected
+from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.live_run import LiveTensor, LocalShard
@@ -95,7 +95,7 @@ class Prepared:
         return self.run.grid
 
 
-@uncollected()
+@gc_disabled()
 def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: Request, settings: Settings) -> Prepared:
     """Match model, groups and states, plan the copies and open the shards they need; no mutation.
 
@@ -106,7 +106,7 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
     shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
     divided, faults = run_shares(run, checkpoint)
     model_now, strict = live_model(run, divided), request.strict
-    found_at_all(model_now, checkpoint, grid, strict=strict or loads_optimizer)
+    check_trained_names(model_now, checkpoint, grid, strict=strict or loads_optimizer)
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict)
     faults += size_faults(live) if live is not None else ()
     raise_faults(faults, subject=subject)
@@ -138,15 +138,15 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
         opened = Shards(index=Index(checkpoint.layout, shards))
     index = opened.index
     position, size = (live.rank, live.dp) if live else (0, 1)
-    plan = plan_of(index, wants, grid, position, size)
+    plan = plan_rank(index, wants, grid, position, size)
     if checkpoint.listing.partitioned_model:
         for shard in range(position, checkpoint.layout.shards[MODEL], size):
             index.open(MODEL, shard)
     if isinstance(checkpoint, ZeroCheckpoint):
-        faults += copies_apart(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
+        faults += unequal_replicas(checkpoint, grid, index, position, size, memory_nbytes=settings.memory_nbytes)
     else:
         faults += names_apart(run.module.tensors, index, memory_nbytes=settings.memory_nbytes)
-    faults += [*of_later_stages(wants, grid), *shares_unproved(wants, prove=settings.prove)]
+    faults += [*later_stage_weight_faults(wants, grid), *unproved_faults(wants, prove=settings.prove)]
     faults += [*index.faults, *wants.faults, *opened.compare(), *files_as_listed(checkpoint.listing, plan.files)]
     raise_faults(faults, subject=subject)
     return Prepared(
@@ -282,7 +282,7 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
         return False
     if checkpoint.rows or len(checkpoint.columns) > 1:
         return False
-    sizes = {one.total // one.held for one in grid.experts.values()}
+    sizes = {one.total // one.size for one in grid.experts.values()}
     if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
     if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
@@ -334,7 +334,7 @@ def live_model(run: Run, divided: Mapping[str, LocalShard]) -> LiveModel:
     return LiveModel(
         trainable={name: shape for name, shape in shapes.items() if name in trained},
         frozen={name: shape for name, shape in shapes.items() if name not in trained},
-        buffers={**buffers, **run.module.others},
+        buffers={**buffers, **run.module.other_shapes},
         keys=run.module.names,
     )
 
@@ -357,7 +357,7 @@ def model_faults(
 ) -> Iterator[Fault]:
     """All differences between model and checkpoint that this load cannot accept."""
     saved = checkpoint.model
-    held = {name for name in (*saved.module, *saved.objects) if grid.answers(name)}
+    held = {name for name in (*saved.module, *saved.objects) if grid.is_responsible_for(name)}
     # weights that DeepSpeed saves in no file of a layer, or of an expert though "expert" is in their names
     # (`_get_non_moe_state_dict`, runtime/engine.py, 0.19.8), or ds_to_universal copies none of, are made from masters
     unsaved = bool(checkpoint.stages or checkpoint.listing.experts or checkpoint.universal is not None)
@@ -376,7 +376,7 @@ def model_faults(
         for name in sorted(held - model.keys):
             yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")
     if optimizer and saved.param_shapes is None:
-        saved_names = {name for name in set(saved.module) - saved.buffer_names if grid.answers(name)}
+        saved_names = {name for name in set(saved.module) - saved.buffer_names if grid.is_responsible_for(name)}
         mend = "a stage-0 optimizer names nothing and is matched by order: build the model that was saved"
         for name in sorted(set(model.trainable) - saved_names):
             if not strict:
@@ -386,7 +386,7 @@ def model_faults(
                 yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry", mend)
     if optimizer and saved.param_shapes is not None:
         live = {name for name, shape in model.trainable.items() if prod(shape)}
-        trained = {name for name, shape in saved.trainable.items() if prod(shape) and grid.answers(name)}
+        trained = {name for name, shape in saved.trainable.items() if prod(shape) and grid.is_responsible_for(name)}
         mend = "train the same parameters, or pass --no-load-optim, or load_optimizer_states=False"
         for name in sorted(live - trained):
             if strict and name not in saved.module and name not in from_masters:
@@ -431,7 +431,7 @@ class SavedGroups:
     def ordered(self) -> Named:
         """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
         assert isinstance(self._checkpoint, ZeroCheckpoint)
-        return ordered(self._checkpoint, self._live, self._grid)
+        return name_optimizer(self._checkpoint, self._live, self._grid)
 
     @functools.cached_property
     def matched(self) -> dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]]:

@@ -13,7 +13,7 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.resume import Resume
-from ds_reshard.operations.ranks import Steps, Told, attempt, gather, other_files
+from ds_reshard.operations.ranks import RankReport, Steps, attempt, file_faults, gather
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 
 _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same engine"
@@ -30,12 +30,12 @@ class Decision:
     prepared: Prepared | None = None
 
     @property
-    def cuts_states(self) -> bool:
+    def reshards_states(self) -> bool:
         """Whether the optimizer's states are read for another layout, so that all ranks have to say them alike."""
         return self.prepared is not None and self.resume is not None and self.resume.request.load_optimizer
 
 
-class Ready(NamedTuple):
+class ReadinessReport(NamedTuple):
     """What a rank says before anything changes; its size does not depend on the model.
 
     `given` are the arguments of the load, where ds_reshard has to do with it at all. `view` decides which way a rank
@@ -46,61 +46,67 @@ class Ready(NamedTuple):
     the shards that this rank opened; `files` has the path of each of these, and a digest of what is in it.
     """
 
-    view: str = ""
+    route: str = ""
     policy: ResumePolicy | None = None
     loader: str = ""
-    given: Mapping[str, object] | None = None
-    states: bool = False
+    arguments: Mapping[str, object] | None = None
+    reshards_states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
-    prints: frozenset[tuple[bytes, str]] = frozenset()
-    names: tuple[int, int] | None = None
-    sets: frozenset[tuple[bytes, bytes]] = frozenset()
+    shard_checksums: frozenset[tuple[bytes, str]] = frozenset()
+    fingerprinted_names: tuple[int, int] | None = None
+    file_sets: frozenset[tuple[bytes, bytes]] = frozenset()
     files: frozenset[tuple[str, bytes]] = frozenset()
 
 
-def agree_ready(told: list[Told], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
+def check_ranks_agree(told: list[RankReport], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
     """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
     listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
     folder = listing.folder if listing is not None else request.load_dir
-    said = [one.value for one in told if isinstance(one.value, Ready)]
+    said = [one.value for one in told if isinstance(one.value, ReadinessReport)]
     if any(one.step == 1 and one.faults for one in told):
         steps.raise_first(told)
-    given = [one.given for one in said if one.given is not None]
+    given = [one.arguments for one in said if one.arguments is not None]
     mend = "call it with the same arguments on every rank: those of rank 0 may be broadcast"
     raise_faults(differences(given, where="load_checkpoint", mend=mend), subject="loading")
     raise_faults(policy_differences([one.policy for one in said if one.policy is not None]), subject=subject)
-    if len({one.view for one in said if one.view}) > 1:  # a rank without one has said why
-        raise_faults([_disagreement(request.load_dir)], subject=subject)
+    if len({one.route for one in said if one.route}) > 1:  # a rank without one has said why
+        raise_faults([_loader_fault(request.load_dir)], subject=subject)
     failed = any(one.faults for one in told)
     if not failed and len({one.loader for one in said}) > 1:
-        raise_faults([_disagreement(folder)], subject=f"loading {folder}")
-    if not failed and _differ(one.names for one in said if one.names is not None):
+        raise_faults([_loader_fault(folder)], subject=f"loading {folder}")
+    if not failed and _has_conflicts(one.fingerprinted_names for one in said if one.fingerprinted_names is not None):
         what = "ranks hold parts of other tensors"
         raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
-    if not failed and _differ(one for ready in said for pairs in (ready.sets, ready.files) for one in pairs):
+    if not failed and _has_conflicts(
+        one for ready in said for pairs in (ready.file_sets, ready.files) for one in pairs
+    ):
         _refuse_other_files(found, decision, subject=f"loading {folder}")
     # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
-    differ = _differ(one for ready in said for pairs in (ready.signatures, ready.prints) for one in pairs)
+    differ = _has_conflicts(
+        one for ready in said for pairs in (ready.signatures, ready.shard_checksums) for one in pairs
+    )
     if any(one.signatures for one in said) and (failed or differ):
-        states = any(one.states for one in said)
-        told = _compare_shards(told, decision.shards, folder, states=states)
+        states = any(one.reshards_states for one in said)
+        told = _add_shard_faults(told, decision.shards, folder, states=states)
     steps.raise_first(told)
 
 
-def _differ(said: Iterable[tuple[object, object]]) -> bool:
+def _has_conflicts(said: Iterable[tuple[object, object]]) -> bool:
     """Whether two say different things of one name."""
     pairs = set(said)
     return len(pairs) > len({name for name, _ in pairs})
 
 
-def _compare_shards(told: list[Told], shards: ZeroShards | None, folder: str, *, states: bool) -> list[Told]:
+def _add_shard_faults(
+    told: list[RankReport], shards: ZeroShards | None, folder: str, *, states: bool
+) -> list[RankReport]:
     """What ranks said, with what is found where all that their shards say is compared. Collective."""
     seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
     last = max(one.step for one in told)
     faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
     faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
-    return [*told, Told(last, f"loading {folder}", tuple(faults), None)]
+    return [*told, RankReport(last, f"loading {folder}", tuple(faults), None)]
 
 
 def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> None:
@@ -118,8 +124,8 @@ def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> No
     read, faults, _ = attempt(mine)
     told = gather((faults, read or {}))
     raise_faults([fault for of_rank, _ in told for fault in of_rank], subject=subject)
-    raise_faults(other_files([files for _, files in told]), subject=subject)
+    raise_faults(file_faults([files for _, files in told]), subject=subject)
 
 
-def _disagreement(where: str) -> Fault:
+def _loader_fault(where: str) -> Fault:
     return InternalError.fault(where, "ranks disagree on who loads", mend=_BUILD_ALIKE)

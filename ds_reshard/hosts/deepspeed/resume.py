@@ -38,7 +38,7 @@ from ds_reshard.hosts.deepspeed.move import states_left
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.content import MASTER, WEIGHT
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.operations.ranks import Steps, agree, attempt, raise_caused, rank
 from ds_reshard.operations.watching import under_way
 from ds_reshard.resume import policy_sources, schedulers
@@ -70,7 +70,7 @@ Result = tuple[object, object]
 Value = TypeVar("Value")
 
 
-class ByScheduler(MutableMapping[object, Value]):
+class SchedulerMap(MutableMapping[object, Value]):
     """Values of schedulers that are alive, by identity: a script's class may have no hash, or its own equality."""
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class RunValues:
 
 
 _VALUES: weakref.WeakKeyDictionary[DeepSpeedEngine, RunValues] = weakref.WeakKeyDictionary()
-_BEGINNINGS: ByScheduler[Beginning] = ByScheduler()
+_BEGINNINGS: SchedulerMap[Beginning] = SchedulerMap()
 
 
 def run_values(engine: DeepSpeedEngine) -> RunValues:
@@ -167,15 +167,15 @@ def external_schedulers(engine: DeepSpeedEngine) -> list[object]:
     `_load_optimizer_and_scheduler`; accelerate/checkpointing.py, `load_accelerator_state`).
     """
     optimizer = innermost(engine.optimizer)
-    return [one for one in list(_BEGINNINGS) if innermost(one) is optimizer and not _owns(engine.lr_scheduler, one)]
+    return [one for one in list(_BEGINNINGS) if innermost(one) is optimizer and not _contains(engine.lr_scheduler, one)]
 
 
-def _owns(scheduler: object, part: object) -> bool:
+def _contains(scheduler: object, part: object) -> bool:
     """Whether `part` is the scheduler, or inside it."""
-    return part is scheduler or any(_owns(inner, part) for inner in getattr(scheduler, "_schedulers", ()))
+    return part is scheduler or any(_contains(inner, part) for inner in getattr(scheduler, "_schedulers", ()))
 
 
-def _schedule(
+def _schedule_resume(
     engine: DeepSpeedEngine, policy: ResumePolicy, saved: SavedValues | None, external: object = None
 ) -> ScheduleResume:
     """The engine's own scheduler under a policy; or an external one, whose state is the one of `saved`."""
@@ -194,7 +194,7 @@ def _schedule(
     )
 
 
-def _state_of(scheduler: object, state: Mapping[str, object] | None = None) -> SavedValues:
+def _external_state(scheduler: object, state: Mapping[str, object] | None = None) -> SavedValues:
     """What an external scheduler is to resume from: the state that it is given, or was given before the load."""
     state = copy.deepcopy(scheduler.state_dict()) if state is None else state  # type: ignore[attr-defined]
     return SavedValues(where=f"the state of {type(scheduler).__name__}", scheduler=state)
@@ -232,9 +232,9 @@ class Resume:
         self.iteration = 0
         self.states: Mapping[str, str] | None = None
         self.checks, self.given = settings.checksum, Samples()
-        self.external: ByScheduler[int | None] = ByScheduler()
+        self.external: SchedulerMap[int | None] = SchedulerMap()
         self.before: tuple[int, int, int | None] = (0, 0, None)
-        self._ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
+        self._engine_ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
             run_values(engine)
             position = position_of(engine.lr_scheduler) if engine.lr_scheduler is not None else None
@@ -242,33 +242,33 @@ class Resume:
 
     @property
     def _engine(self) -> DeepSpeedEngine:
-        engine = self._ref()
+        engine = self._engine_ref()
         assert engine is not None, "who loads holds the engine"
         return engine
 
-    def refuse(self) -> None:
+    def check_policy(self) -> None:
         """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
         engine, policy = self._engine, self.policy
         if policy.is_default:
             return
-        faults = _argument_faults(engine, self._arguments, policy) + _schedule(engine, policy, None).faults()
+        faults = _argument_faults(engine, self._arguments, policy) + _schedule_resume(engine, policy, None).faults()
         for other in external_schedulers(engine):
-            faults += _schedule(engine, policy, _state_of(other), other).faults()
+            faults += _schedule_resume(engine, policy, _external_state(other), other).faults()
         raise_faults(faults, subject=self._subject)
 
-    def _refuse_place(self) -> None:
+    def _check_report_path(self) -> None:
         """Raise if the report cannot be written on this machine; preflight runs on another one."""
         import torch.distributed as dist
 
         if dist.is_initialized() and rank() == 0 and not self._arguments.module_only:
             raise_faults(unwritable(self.policy.report), subject=self._subject)
 
-    def without_files(self, aside: Aside | None) -> None:
+    def check_unread_load(self, aside: Aside | None) -> None:
         """Raise what the policy cannot do as DeepSpeed loads tensors that are not read here.
 
         `aside` is what the model file says beside them.
         """
-        self._refuse_place()
+        self._check_report_path()
         policy, aside = self.policy, aside or Aside()
         if policy.is_default:
             return
@@ -286,7 +286,7 @@ class Resume:
 
     def read(self, checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings) -> None:
         """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
-        self._refuse_place()
+        self._check_report_path()
         engine, policy = self._engine, self.policy
         wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
         self.saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=wants))
@@ -294,7 +294,7 @@ class Resume:
             return  # the facts are for the report alone; what is wrong with them, the load itself will say
         if cause is not None:
             raise cause
-        raise_faults(_schedule(engine, policy, self.saved).faults(), subject=self._subject)
+        raise_faults(_schedule_resume(engine, policy, self.saved).faults(), subject=self._subject)
 
     def after_deepspeed(self, result: Result) -> Result:
         """Apply the policy to the engine that DeepSpeed has loaded; its own result. Collective."""
@@ -349,7 +349,7 @@ class Resume:
         self.iteration = engine.global_steps
         self.request, self._arguments = (replace(one, custom_load_fn=None) for one in (self.request, self._arguments))
         for scheduler in external_schedulers(engine) if not policy.is_default else ():  # given a state before the load
-            self.apply_external(engine, _schedule(engine, policy, _state_of(scheduler), scheduler))
+            self.apply_external(engine, _schedule_resume(engine, policy, _external_state(scheduler), scheduler))
 
     def apply_external(self, engine: DeepSpeedEngine, schedule: ScheduleResume) -> None:
         """Apply the policy to an external scheduler that is given its state."""
@@ -388,9 +388,11 @@ class Resume:
             rates = [row.used for row in table.rows if row.name.endswith(": lr")]
             position = table["schedule position"].used
             logger.info("%s took its state: position %s, lr %s", type(scheduler).__name__, position, rates)
-        for warning in table.warnings if scheduler is None else _counts_batches(self._engine, self):
+        for warning in table.warnings if scheduler is None else _batch_count_warnings(self._engine, self):
             logger.warning("%s", warning)
-        waiting = "; a scheduler beside the engine sets it anew with its state" if WAITING in table.warnings else ""
+        waiting = (
+            "; a scheduler beside the engine sets it anew with its state" if AWAITS_STATE in table.warnings else ""
+        )
         say_applied(table, self.policy, reserve=waiting)
         publish(table, path=self.policy.report)
 
@@ -459,7 +461,7 @@ def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> 
     sampler = _sampler(engine)
     if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
         load_sampler(sampler, copy.deepcopy(own.sampler))
-    _schedule(engine, policy, saved).apply(groups, saved.group_values(len(groups)))
+    _schedule_resume(engine, policy, saved).apply(groups, saved.group_values(len(groups)))
     set_groups(groups, own.groups, policy.hyperparameters)
 
 
@@ -525,7 +527,7 @@ _SEAM_OFF: ContextVar[bool] = ContextVar("states of schedulers are taken as they
 
 def scheduler_seam_off() -> AbstractContextManager[None]:
     """Inside, schedulers take the states that they are given as they are."""
-    return during(_SEAM_OFF, True)
+    return context_value(_SEAM_OFF, True)
 
 
 def load_state_dict(call: Call) -> object:
@@ -543,17 +545,17 @@ def load_state_dict(call: Call) -> object:
         if engine is None or last is None or last.saved is None or not isinstance(state, Mapping):
             return call()
         default, fresh = last.policy.is_default, engine.global_steps == last.iteration
-        is_part = scheduler is not engine.lr_scheduler and _owns(engine.lr_scheduler, scheduler)
+        is_part = scheduler is not engine.lr_scheduler and _contains(engine.lr_scheduler, scheduler)
         loaded = is_part or (scheduler is engine.lr_scheduler and not last.policy.places_schedule)
         if default or loaded or not (fresh or scheduler not in last.external):  # the last is a state of the run itself
             result = call()
             if rank() == 0 and default and fresh and scheduler is not engine.lr_scheduler:
                 last.note_external(scheduler, state)
-                for warning in _counts_batches(engine, last):
+                for warning in _batch_count_warnings(engine, last):
                     logger.warning("%s", warning)
             return result
         raise_caused(faults, subject=f"loading {last.saved.where}", cause=cause)
-        schedule = _schedule(engine, last.policy, _state_of(scheduler, state), scheduler)
+        schedule = _schedule_resume(engine, last.policy, _external_state(scheduler, state), scheduler)
         raise_faults(schedule.faults(), subject=f"loading {last.saved.where}")
         result = None if last.policy.places_schedule else call()
         last.apply_external(engine, schedule)
@@ -563,7 +565,7 @@ def load_state_dict(call: Call) -> object:
         return result
 
 
-_THROUGH_ENGINE = "save by engine.save_checkpoint, and load by engine.load_checkpoint"
+_USE_ENGINE = "save by engine.save_checkpoint, and load by engine.load_checkpoint"
 
 
 def load_optimizer_state(call: Call) -> object:
@@ -583,12 +585,12 @@ def load_optimizer_state(call: Call) -> object:
     )
     if not reads or getattr(optimizer, "elastic_checkpoint", False):  # which merges shards of any number
         shards = []
-    live = _counts(getattr(optimizer, "partition_count", None))
+    live = _partition_counts(getattr(optimizer, "partition_count", None))
     for shard in shards:
-        saved = _counts(shard.get("partition_count")) if isinstance(shard, Mapping) else ()
+        saved = _partition_counts(shard.get("partition_count")) if isinstance(shard, Mapping) else ()
         if live and saved and saved != live:
             where, what = f"{type(optimizer).__name__}.load_state_dict", "is given shards of another number of ranks"
-            raise UnsupportedLayout.of(where, what, f"{max(live)} ranks", f"{max(saved)}", mend=_THROUGH_ENGINE)
+            raise UnsupportedLayout.of(where, what, f"{max(live)} ranks", f"{max(saved)}", mend=_USE_ENGINE)
     return call()
 
 
@@ -609,16 +611,16 @@ def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None
         policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
     if not policy.is_default:
         what = f"cannot be applied: the script gives {type(optimizer).__name__} its state past engine.load_checkpoint"
-        raise ConfigError.of(", ".join(policy.asked.values()), what, mend=f"{_THROUGH_ENGINE}; or leave it out")
+        raise ConfigError.of(", ".join(policy.asked.values()), what, mend=f"{_USE_ENGINE}; or leave it out")
 
 
-def _counts(partitions: object) -> tuple[int, ...]:
+def _partition_counts(partitions: object) -> tuple[int, ...]:
     """Of how many ranks the flat buffers are: a number for each at stages 1 and 2, and one for all at stage 3."""
     found = partitions if isinstance(partitions, list | tuple) else [partitions]
     return tuple(one for one in found if isinstance(one, int))
 
 
-class _Stepped:
+class _StepGuard:
     """Stands for a scheduler during one update: raises its TypeError again where DeepSpeed would go on."""
 
     def __init__(self, scheduler: object) -> None:
@@ -653,7 +655,7 @@ def take_model_step(call: Call) -> None:
     if scheduler is None:
         call()
         return
-    engine.lr_scheduler = _Stepped(scheduler)
+    engine.lr_scheduler = _StepGuard(scheduler)
     try:
         call()
     finally:
@@ -683,7 +685,7 @@ def save_checkpoint(call: Call) -> object:
     return result
 
 
-def saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
+def was_saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
     """Rank 0: whether the files of a tag, or of the latest one, are those that this engine wrote.
 
     To load such a checkpoint again (the best one, at the end) is no resume; a tag that somebody else wrote again is.
@@ -703,11 +705,11 @@ def _files(folder: Path) -> Files:
     return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in found)
 
 
-_UNREAD = (
+_OPTIMIZER_UNREAD = (
     "weight decay, and learning rates that the scheduler does not store, were taken from the saved DeepSpeed JSON or "
     "from this run, because the optimizer's files were not opened"
 )
-WAITING = (
+AWAITS_STATE = (
     "a scheduler that the engine does not own has not been given its state: until it is, its position is that of its "
     "beginning, and the resume policy takes the state that it is given"
 )
@@ -729,17 +731,17 @@ def report(engine: DeepSpeedEngine) -> ResumeReport:
     assert last is not None and last.saved is not None
     saved, policy = last.saved, last.policy
     rows = tuple(Row.of(*values) for values in _rows(engine, last, saved))
-    warnings = [*batch_size_warning(saved.batch[0], engine.train_batch_size()), *_unused_rates(engine, policy)]
+    warnings = [*batch_size_warning(saved.batch[0], engine.train_batch_size()), *_unused_rate_warnings(engine, policy)]
     if not policy.keeps_iteration and not policy.finetune:
         warnings.append("the iteration starts again at 0: later saves may overwrite earlier tags of the same folder")
-    scheduled = _schedule(engine, policy, saved).scheduled
+    scheduled = _schedule_resume(engine, policy, saved).scheduled
     if engine.lr_scheduler is None and scheduled and not last.external and not policy.is_default:
-        warnings.append(WAITING)
-    warnings += _counts_batches(engine, last)
+        warnings.append(AWAITS_STATE)
+    warnings += _batch_count_warnings(engine, last)
     if REGISTRY.active("deepspeed") is None and (policy.scheduler != "host" or policy.places_schedule):
         warnings.append(UNHOOKED)
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
-        warnings.append(_UNREAD)
+        warnings.append(_OPTIMIZER_UNREAD)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=rows, warnings=tuple(warnings))
 
 
@@ -786,7 +788,7 @@ def _rows(
         yield "fingerprints", None, None, last.proof, '"verify": "fingerprint"'
 
 
-def _unused_rates(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iterator[str]:
+def _unused_rate_warnings(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iterator[str]:
     """A warning for each param group whose own rate was given up, if nobody asked for that.
 
     A scheduler of DeepSpeed sets rates of this run from the second update on. One of torch begins at `initial_lr`.
@@ -808,7 +810,7 @@ def _unused_rates(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iterator[str
             yield rate_warning(number, mine.get(name), group.get(name))
 
 
-def _counts_batches(engine: DeepSpeedEngine, last: Resume) -> list[str]:
+def _batch_count_warnings(engine: DeepSpeedEngine, last: Resume) -> list[str]:
     """A warning if the position of the external scheduler counts the batches of another number of ranks."""
     assert last.saved is not None
     saved, now = last.saved, engine.seq_dp_world_size

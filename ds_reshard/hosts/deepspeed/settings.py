@@ -10,7 +10,7 @@ from typing import Protocol
 from ds_reshard.containers.pickle_rules import trust_faults
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
 from ds_reshard.hooks import Call
-from ds_reshard.model.rules import Rule, rule_faults, rules_in
+from ds_reshard.model.rules import Rule, parse_rules, rule_faults
 from ds_reshard.operations.watching import watching_faults
 from ds_reshard.resume.policy import Given, from_json
 from ds_reshard.resume.schedulers import clock_faults, clock_in
@@ -20,20 +20,20 @@ _TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progres
 _RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 
 
-def _whole(most: int) -> Callable[[object], bool]:
+def _is_int_up_to(most: int) -> Callable[[object], bool]:
     return lambda value: isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= most
 
 
-def _switch(value: object) -> bool:
+def _is_bool(value: object) -> bool:
     return isinstance(value, bool)
 
 
 _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
-    "enabled": ("true or false", _switch),
+    "enabled": ("true or false", _is_bool),
     "names": ("a map of names, or the path of one", lambda value: value is None or isinstance(value, str | dict)),
-    "reshard.always": ("true or false", _switch),
-    "reshard.threads": ("a whole number from 1 to 256", _whole(256)),
-    "reshard.memory_mib": ("a whole number from 1 to 1048576", _whole(1 << 20)),
+    "reshard.always": ("true or false", _is_bool),
+    "reshard.threads": ("a whole number from 1 to 256", _is_int_up_to(256)),
+    "reshard.memory_mib": ("a whole number from 1 to 1048576", _is_int_up_to(1 << 20)),
     "reshard.device": ('one of "auto", "cpu", "cuda"', ("auto", "cpu", "cuda").__contains__),
     "reshard.verify": ('one of "crc32", "fingerprint", "off"', ("crc32", "fingerprint", "off").__contains__),
 }
@@ -89,12 +89,12 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
         raise error_of([wrong_value(SECTION, "an object", section)], subject="DeepSpeed config")
-    faults = [_unknown(SECTION, key, _TOP) for key in section if key not in _TOP]
+    faults = [_unknown_key(SECTION, key, _TOP) for key in section if key not in _TOP]
     reshard = section.get("reshard", {})
     if not isinstance(reshard, Mapping):
         faults.append(wrong_value(f"{SECTION}.reshard", "an object", reshard))
         reshard = {}
-    faults += [_unknown(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
+    faults += [_unknown_key(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
     said = {**section, **{f"reshard.{key}": value for key, value in reshard.items()}}
     for key, (expected, fits) in _VALUES.items():
         if key in said and not fits(said[key]):
@@ -112,7 +112,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         trust=frozenset(trust),
         resume=from_json(section.get("resume", {})),
         clock=clock_in(config),
-        tensor_parallel=rules_in(rules),
+        tensor_parallel=parse_rules(rules),
         progress=progress,
         events=events,
         timeout_s=timeout_s,
@@ -164,7 +164,7 @@ def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) ->
     return f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or {other}" if sizes else other
 
 
-def _unknown(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
+def _unknown_key(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
     return ConfigError.fault(
         f"{section}.{key}",
         "is not a setting",

@@ -47,12 +47,12 @@ def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
     return shapes
 
 
-def found_at_all(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
+def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
     """Raise ModelMismatch where the checkpoint has none of the parameters that this run trains.
 
     Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0.
     """
-    shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.answers(name)}
+    shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.is_responsible_for(name)}
     saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
     if run.keys() <= set(saved):
         return
@@ -90,38 +90,38 @@ class Renaming:
     """
 
     names: NameMap
-    run: frozenset[str]
-    plain: bool
+    run_names: frozenset[str]
+    model_files_only: bool
 
     def __call__(self, model: object) -> object:
         if not isinstance(model, ModelStates):
             return model
         held = dict.fromkeys((*model.module, *model.objects, *model.trainable, *model.frozen_shapes))
-        new = self._new(model, list(held))
+        new = self._changed_names(model, list(held))
         if not new:
             return model
-        if not self.plain:
+        if not self.model_files_only:
             what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
             mend = "ds-reshard convert with --names, and load what it writes"
             raise ConfigError.of(model.path, what, mend=mend)  # an unsupported universal folder is left to DeepSpeed
         return model.under(new)
 
-    def _new(self, model: ModelStates, held: list[str]) -> Mapping[str, str]:
+    def _changed_names(self, model: ModelStates, held: list[str]) -> Mapping[str, str]:
         """The names to change: none if the run has all parameters of the folder by the names that are there.
 
         ConfigError if the map gives such a folder other names of this run, as one that exchanges or shifts them.
         """
         new = self.names.renaming(held, model.shared)
         parameters = {*model.trainable, *model.frozen_shapes} or model.module.keys() - model.buffer_names
-        if not self.run.issuperset(parameters):
+        if not self.run_names.issuperset(parameters):
             return new
-        if not self.run.isdisjoint(new.values()) or any(name in self.names.names for name in new):
+        if not self.run_names.isdisjoint(new.values()) or any(name in self.names.names for name in new):
             what = "exchanges or shifts names of this run: whether the folder has them already, no file says"
             raise ConfigError.of(self.names.path, what, mend="convert the folder with --names, and leave it out here")
         return {}
 
 
-def renamed(listing: Listing, run: frozenset[str], names: str | Mapping[str, object] | None) -> Listing:
+def with_names(listing: Listing, run: frozenset[str], names: str | Mapping[str, object] | None) -> Listing:
     """The listing, whose model files are read under the names of a run where a map was given."""
     if names is None:
         return listing

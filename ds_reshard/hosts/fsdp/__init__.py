@@ -25,7 +25,7 @@ from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, raise_caused, rank, together, world_size
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, raise_caused, rank, run_on_all, world_size
 from ds_reshard.operations.watching import watched
 from ds_reshard.resume.policy_sources import refuse_unapplied
 
@@ -154,7 +154,7 @@ def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = No
     if alone:
         refuse()
     else:
-        together(refuse, group, subject="loading")
+        run_on_all(refuse, group, subject="loading")
 
 
 def _local_folder(reader: object) -> str | None:

@@ -34,7 +34,7 @@ from ds_reshard.model.layout import check_cover
 from ds_reshard.model.nesting import children
 from ds_reshard.model.records import ObjectRecord, StorageRecord, TensorRecord
 from ds_reshard.model.region import Box
-from ds_reshard.operations.ranks import agree, attempt, gather, together
+from ds_reshard.operations.ranks import agree, attempt, gather, run_on_all
 
 if TYPE_CHECKING:
     import numpy
@@ -99,9 +99,9 @@ def save(call: Call) -> object:
 def _refuse_lost(folder: str, held: _Held, group: ProcessGroup | None, *, parts_only: bool) -> None:
     """Raise FingerprintMismatch where ranks hold other values than those that were written for them. Collective."""
     subject = f"verifying {folder}"
-    rows = together(lambda: held.rows(parts_only=parts_only), group, subject=subject)
+    rows = run_on_all(lambda: held.rows(parts_only=parts_only), group, subject=subject)
     everyone = gather(rows, group)
-    agree(together(lambda: list(held.unlike(folder, everyone)), group, subject=subject), group, subject=subject)
+    agree(run_on_all(lambda: list(held.unlike(folder, everyone)), group, subject=subject), group, subject=subject)
 
 
 @contextmanager

@@ -53,7 +53,7 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.proof import unproved
-from ds_reshard.operations.ranks import Steps, agree, attempt, other_files, rank, same_files, unseen, world_size
+from ds_reshard.operations.ranks import Steps, agree, attempt, file_faults, rank, same_files, unseen_faults, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
@@ -251,7 +251,7 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     if not why:
         steps.agree()
         return None
-    said = steps.tell(taken.names if taken is not None else None)
+    said = steps.gather(taken.names if taken is not None else None)
     steps.raise_first(said)
     assert taken is not None
     told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
@@ -306,7 +306,7 @@ def _agreed(
     asked = {name: getattr(arguments, name, None) for name in _ASKED}
     files = {path.removeprefix(f"{where.rstrip('/')}/"): found for path, found in read.items()}
     folder = (decided[0].folder, decided[1]) if decided is not None else None
-    told = steps.tell(Said(where, load.policy, asked, folder, files))
+    told = steps.gather(Said(where, load.policy, asked, folder, files))
     said = [cast(Said, one.value) for one in told]
     mend = "give every rank the same command line"
     faults = policy_differences([one.policy for one in said])
@@ -315,8 +315,8 @@ def _agreed(
     steps.raise_first(told)
     where = said[0].where
     subject = f"loading {where}"
-    faults = unseen(where, [bool(one.files) for one in said])
-    raise_faults(faults or other_files([one.files for one in said]), subject=subject)
+    faults = unseen_faults(where, [bool(one.files) for one in said])
+    raise_faults(faults or file_faults([one.files for one in said]), subject=subject)
     folders = [{"checkpoint, and why Megatron-LM does not load it": one.decided} for one in said]
     raise_faults(differences(folders, where=where, mend=SEEN_BY_ALL), subject=subject)
     return decided

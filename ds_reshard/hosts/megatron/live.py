@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.errors import Fault
 from ds_reshard.hooks import Call
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.resume.megatron import Schedule
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -157,12 +157,12 @@ def current() -> Load | None:
 
 def in_force(load: Load) -> AbstractContextManager[None]:
     """While inside, `current()` is this load."""
-    return during(_CURRENT, load)
+    return context_value(_CURRENT, load)
 
 
 def build_state(call: Call) -> object:
     """While this runs, an optimizer may load its own state to allocate it: that is not a resume."""
-    with during(_BUILDING, True):
+    with context_value(_BUILDING, True):
         return call()
 
 

@@ -109,9 +109,9 @@ def _piece(live: torch.Tensor, told: Sequence[_Told]) -> Piece:
         shapes.add(shape)
         at = (one.data.data_ptr() - live.data_ptr()) // live.element_size()
         tiles.append(Part(Box(offset=offset, size=size), at))
-    tiles.sort(key=lambda tile: tile.at)
-    ends = [0, *(tile.at + tile.box.numel for tile in tiles)]
-    whole = ends[:-1] == [tile.at for tile in tiles] and ends[-1] == live.numel()
+    tiles.sort(key=lambda tile: tile.element_offset)
+    ends = [0, *(tile.element_offset + tile.box.numel for tile in tiles)]
+    whole = ends[:-1] == [tile.element_offset for tile in tiles] and ends[-1] == live.numel()
     if len(names) != 1 or len(shapes) != 1 or not whole or not all(one.data.is_contiguous() for one in told):
         raise _unsupported(told[0].key, "where it lies in the whole tensor is not told as boxes that follow each other")
     padded = any(one.allow_shape_mismatch for one in told)

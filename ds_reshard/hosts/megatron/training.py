@@ -70,7 +70,7 @@ from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
 from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, vocabulary_faults
-from ds_reshard.operations.ranks import agree, agree_files, attempt, of_all, rank
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather_faults, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
 from ds_reshard.resume.megatron import extra_values, read_schedule
@@ -260,10 +260,10 @@ def load_base_checkpoint(call: Call) -> Base:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
             strictness = str(getattr(arguments, "dist_ckpt_strictness", ""))
-            faults = other_tensors(load, asked, strictness) or of_all(load.buffers)
+            faults = other_tensors(load, asked, strictness) or gather_faults(load.buffers)
             raise_faults(faults, subject=f"resuming from {load.where}")
         if load is not None:
-            raise_faults(of_all(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
+            raise_faults(gather_faults(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
             result = call()
     state, name, release, kind = result
@@ -287,7 +287,7 @@ def load_base_checkpoint(call: Call) -> Base:
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
-    raise_faults(of_all(faults), subject=subject)
+    raise_faults(gather_faults(faults), subject=subject)
     if isinstance(name, str) and legacy:
         # several ranks read one file each, which nobody else opens; None where it is none of today's torch.save
         own, _, _ = attempt(lambda: {name.removeprefix(f"{load_dir}/"): digest_of(name)})

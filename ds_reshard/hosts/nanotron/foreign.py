@@ -49,9 +49,9 @@ from ds_reshard.operations.ranks import (
     broadcast,
     gather,
     raise_caused,
+    run_on_all,
     same_files,
-    together,
-    unseen,
+    unseen_faults,
 )
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 from ds_reshard.planning.copies import Copy, coalesce
@@ -109,8 +109,8 @@ def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = Fa
         return None
     subject = f"loading {folder}"
     with same_files(world, subject=subject):
-        found = together(lambda: None if own else _open(folder, load.policy), world, subject=subject)
-        raise_faults(unseen(folder, gather(found is not None, world)), subject=subject)
+        found = run_on_all(lambda: None if own else _open(folder, load.policy), world, subject=subject)
+        raise_faults(unseen_faults(folder, gather(found is not None, world)), subject=subject)
     load.foreign = found
     return found
 
@@ -153,7 +153,7 @@ def parse_ckpt_path(call: Call) -> object:
     if path is not None and is_url(url := folder_of(path)):
         return _by_url(url, world)
     subject = f"loading {path}"
-    found, told = together(lambda: _told(path, _found(path, call)), world, subject=subject)
+    found, told = run_on_all(lambda: _told(path, _found(path, call)), world, subject=subject)
     raise_faults(_other_finds(str(path), gather(told, world)), subject=subject)
     return found
 
@@ -185,7 +185,7 @@ def _other_finds(path: str, told: list[str | None]) -> list[Fault]:
         if one is not None and first is not None and one != first:
             what, found = "ranks find other checkpoints there", f"{one} on rank {number}"
             return [CheckpointDamaged.fault(path, what, f"{first}, as on rank 0", found, mend=SEEN_BY_ALL)]
-    return unseen(path, [one is not None for one in told])
+    return unseen_faults(path, [one is not None for one in told])
 
 
 def _by_url(url: str, world: ProcessGroup) -> Path | None:
@@ -247,7 +247,7 @@ def load_weights(call: Call) -> object:
     same_policy(load.policy, world, subject=subject)
     given = cast("Mapping[str, torch.Tensor] | None", call.arguments.get("filtered_state_dict"))
     model = cast(Module, call["model"])
-    weights = together(lambda: list(_weights(model, given)), world, subject=subject)
+    weights = run_on_all(lambda: list(_weights(model, given)), world, subject=subject)
     planned, faults, cause = attempt(lambda: _plan(foreign, weights, context))
     copies, found = planned or ([], [])
     names = {name for of_rank in gather([one.name for one in weights], world) for name in of_rank}

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
-from ds_reshard.model.during import during
+from ds_reshard.model.context_value import context_value
 from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy, note_applied
@@ -83,7 +83,7 @@ def current() -> Load:
 
 def in_force(load: Load) -> AbstractContextManager[None]:
     """While inside, `current()` is this load."""
-    return during(_CURRENT, load)
+    return context_value(_CURRENT, load)
 
 
 @dataclass(slots=True, kw_only=True)

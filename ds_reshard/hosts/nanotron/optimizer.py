@@ -58,7 +58,7 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
-from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, same_files, together
+from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, run_on_all, same_files
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -131,7 +131,7 @@ def load_optimizer(call: Call) -> None:
         listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
         return live_of(optimizer, context), listing, read_metadata(listing)[0] if foreign is None else None
 
-    live, listing, metadata = together(look, context.world_pg, subject=f"loading {folder}")
+    live, listing, metadata = run_on_all(look, context.world_pg, subject=f"loading {folder}")
     if foreign is None:
         agree_files({os.path.join(folder, META): digest(metadata)}, live.world, subject=f"loading {folder}")
     size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
@@ -146,7 +146,7 @@ def load_optimizer(call: Call) -> None:
         elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
             saved, states = _reshard(load, live, partial(_open, listing), found, call.arguments.get("map_location"))
         else:
-            together(call, live.world, subject=f"loading {folder}")
+            run_on_all(call, live.world, subject=f"loading {folder}")
             saved = list(values_of(live.base.param_groups))
         memory.decayed = True
     else:
@@ -184,7 +184,7 @@ def _reshard(
         for group, values in zip(live.base.param_groups, saved, strict=True):
             group.update(values)
 
-    together(put, live.world, subject=subject)
+    run_on_all(put, live.world, subject=subject)
     return saved, states
 
 
@@ -196,7 +196,7 @@ def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None,
         return True
     subject = f"loading {listing.folder}"
     with same_files(live.world, subject=subject):
-        own = together(lambda: _own(live, listing), live.world, subject=subject)
+        own = run_on_all(lambda: _own(live, listing), live.world, subject=subject)
     return any(gather(not _fits(live, own, policy), live.world))
 
 
@@ -424,7 +424,7 @@ def prepare(
     shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
     found = [*before, *(found or []), *left_over(checkpoint, shapes)]
     agree([*faults, *found], live.world, subject=subject, cause=cause)
-    return together(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
+    return run_on_all(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
 
 
 def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, object]:

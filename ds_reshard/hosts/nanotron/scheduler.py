@@ -45,7 +45,7 @@ from ds_reshard.hosts.nanotron.load import (
     same_policy,
 )
 from ds_reshard.model.content import BASE, LAST
-from ds_reshard.operations.ranks import agree, gather, together
+from ds_reshard.operations.ranks import agree, gather, run_on_all
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
 from ds_reshard.resume.schedulers import set_groups
@@ -205,7 +205,7 @@ def load_lr_scheduler(call: Call) -> None:
         own = [state_name("lr_scheduler", *place_of(context, zero=zero)) for zero in (False, True)]
         return read_rates(listing, metadata, groups, own)
 
-    saved = together(look, world, subject=f"loading {folder}")
+    saved = run_on_all(look, world, subject=f"loading {folder}")
     run = list(scheduler.base_lrs)
     if memory is not None:
         run = [float(cast(float, base_rate(group))) for group in memory.run]
@@ -221,7 +221,7 @@ def load_lr_scheduler(call: Call) -> None:
             raise_faults(_differences(run, lambdas, memory, saved), subject="resuming the schedule")
         return bases, lambdas
 
-    bases, lambdas = together(choose, world, subject=f"loading {folder}")
+    bases, lambdas = run_on_all(choose, world, subject=f"loading {folder}")
     _put(scheduler, bases, lambdas, saved.position if saved is not None and policy.keeps_position else 0)
     report_schedule(load, scheduler, saved, run)
 

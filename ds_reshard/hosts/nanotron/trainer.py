@@ -24,7 +24,7 @@ from ds_reshard.hosts.nanotron.foreign import folder_of, foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
 from ds_reshard.model.records import GlobalName, ObjectRecord
-from ds_reshard.operations.ranks import gather, together
+from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.operations.watching import Watched, phase, watched
 from ds_reshard.resume.policy_sources import asked_policy
 from ds_reshard.resume.report import because
@@ -85,8 +85,8 @@ def _random_states(load: Load, trainer: Trainer) -> tuple[str, str]:
             f"random states are of this run: {load.where}/random has none of these {world.size()} ranks"
         )
         return "of this run", "host"
-    found = together(lambda: read_random_states(path), world, subject=f"loading {load.where}")
-    together(lambda: restore(trainer.random_states, found, path), world, subject=f"loading {load.where}")
+    found = run_on_all(lambda: read_random_states(path), world, subject=f"loading {load.where}")
+    run_on_all(lambda: restore(trainer.random_states, found, path), world, subject=f"loading {load.where}")
     left = all(gather(_go_on(trainer.random_states, found), world))
     return "from the checkpoint" if left else "of this run", "host"
 
@@ -109,7 +109,7 @@ def load_meta(call: Call) -> object:
     if foreign is None:
         meta = call()
     else:
-        meta = together(lambda: meta_of(load, foreign, context), world, subject=f"loading {folder}")
+        meta = run_on_all(lambda: meta_of(load, foreign, context), world, subject=f"loading {folder}")
     if policy.keeps_iteration and policy.dataloader == "load":
         return meta
     metas = meta.metas

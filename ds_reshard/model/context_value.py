@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def during(variable: ContextVar[T], value: T) -> Iterator[None]:
+def context_value(variable: ContextVar[T], value: T) -> Iterator[None]:
     """Inside, the variable has this value; afterwards the one that it had."""
     token = variable.set(value)
     try:
