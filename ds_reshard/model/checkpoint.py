@@ -1,7 +1,7 @@
-"""The one door: what any format opens, and what it tells of itself. No operation and no host knows more of a format.
+"""The interface of every format: a `Checkpoint` that it opens, and a `Format` that describes the format itself.
 
-`SavedCheckpoint` is a format that has no facts of its own beside what every format has (torch's, EasyR1's, verl's): its
-weights are the masters of its optimizer.
+Operations and hosts use nothing else of a format. `SavedCheckpoint` implements the interface for formats without
+further facts of their own (torch's, EasyR1's, verl's), whose weights are the masters of the optimizer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_reshard.model.target import ConversionRequest, Target
 
 
 class Listing(Protocol):
-    """The files of one checkpoint, in bytes by their paths below its folder; `tag` is the folder's own name."""
+    """The files of one checkpoint: their sizes by path relative to `folder`; `tag` is the folder's name."""
 
     @property
     def folder(self) -> str: ...
@@ -37,30 +37,30 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shards:
-    """The shards of a checkpoint, opened when they are wanted; `compare` tells which of those are of other saves."""
+    """The shards of a checkpoint, opened when first used; `compare` returns faults if they come from several saves."""
 
     index: Index
     compare: Callable[[], Sequence[Fault]] = tuple
 
 
 class Checkpoint(ABC):
-    """A checkpoint of any format: the layout of its tensors, their shards, and beside them all that a resume needs.
+    """A checkpoint of any format: the layout of its tensors, their shards, and all other values that a resume needs.
 
-    `facts` are param groups and counters of the optimizer, None where none was saved. `ranks` is the number of
-    processes that saved it, None where no file tells. `files` are those that a conversion may read, in bytes by their
-    paths below `folder`; `shard_names` are the names of those that every plan lists. `shared` are the names of tied
-    parameters that are saved under another one, `buffer_names` the weights that are no parameters. `beside` are tensors
-    that are neither the model's nor the optimizer's, with the keys that lead to them; `objects` are values beside both.
-    `notes` say what is in no layout, or stands for more than it is. `tp`, `pp` and `ep` are the sizes of tensor,
-    pipeline and expert parallelism, None where no file tells. `masters_are_cast` is true where a framework saves
-    each weight as the cast of its fp32 master, and where the files do not say more surely which parameter a state
-    is of: that is then looked at before states are used, and `unproved_mend` says what to do where it is not so.
-    `states_alike` is whether what each rank's optimizer may keep for itself is compared, steps apart, as who uses
-    states needs it: whoever does not sets it to False.
+    `facts` are the optimizer's param groups and counters, None if none were saved. `ranks` is the number of processes
+    that saved it; `tp`, `pp` and `ep` are the sizes of tensor, pipeline and expert parallelism; each is None if no file
+    tells. `files` are the sizes of the files that a conversion may read, by path relative to `folder`; `shard_names`
+    are the files that every plan lists. `shared` maps the further names of tied parameters to the name that is saved,
+    `buffer_names` are the weights that are not parameters. `extra_tensors` belong neither to the model nor to the
+    optimizer; they come with the keys that lead to them. `objects` are all values that are not tensors. `notes` tell
+    the user what the layout lacks. `masters_are_cast` is true if the framework saves each weight as the cast of its
+    fp32 master and the files give no better proof of which parameter a state belongs to: weights and masters are then
+    compared before states are used, and `mismatch_mend` is the advice if they differ. `compare_scalar_states` makes
+    ranks compare the scalar states that an optimizer may keep per rank; callers that use no states set it to False
+    (steps are always compared).
 
-    `module` is the model's entries as they were saved, `scaling` values of the optimizer that some layouts have,
-    `rates` what a scheduler keeps of each parameter, `optimizer` a word on whether the optimizer can be compared,
-    `nameless` one that names no parameter, as it was saved.
+    `module` has the model's entries as saved, `scaling` the optimizer's values for loss scaling, `rates` the values
+    that a scheduler keeps per parameter, `optimizer` a note if the optimizer cannot be compared, `unnamed_optimizer`
+    the saved state of an optimizer that names no parameters.
     """
 
     framework: ClassVar[str]
@@ -89,19 +89,19 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def shards(self) -> Shards:
-        """The shards, to be opened anew."""
+        """Return the shards, none of them opened yet."""
 
     @abstractmethod
     def content(self) -> Content:
-        """All of it, for any format. Raises UnsupportedLayout, with every reason, for what no content can hold."""
+        """Return everything that another format can store. Raises UnsupportedLayout with every reason if it cannot."""
 
     def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
-        """What its own format makes of it, with all that it alone knows; None for another format."""
+        """Return the target if the request is for this checkpoint's own format, which keeps more; None otherwise."""
         return None
 
     @cached_property
     def opened(self) -> Shards:
-        """The shards that one tool works with."""
+        """The shards that all methods of this checkpoint share."""
         return self.shards()
 
     @property
@@ -110,13 +110,13 @@ class Checkpoint(ABC):
 
     @property
     def dp(self) -> int:
-        """The data-parallel size of the saving run; where no file tells, 1."""
+        """The data-parallel size of the saving run; 1 if no file tells."""
         return self.ranks or 1
 
     def open_all(self) -> None:
-        """Open every shard, and compare it with the others; no tensor's bytes are read but of small replicas.
+        """Open and compare all shards. Of tensors only small replicas are read.
 
-        Raises what a load raises for files that are missing, damaged or of several saves.
+        Raises the same error as a load if files are missing, damaged or from several saves.
         """
         for family in {placement.family for placement in self.layout.placements.values()}:
             for shard in range(self.layout.shards[family]):
@@ -124,89 +124,89 @@ class Checkpoint(ABC):
         self.raise_shard_faults()
 
     def open_first(self) -> None:  # noqa: B027  (most formats compare none)
-        """Open the shards with which those that are opened later are compared."""
+        """Open the shards that later shards are compared with."""
 
     def open_for(self, family: str, shard: int) -> None:  # noqa: B027  (most formats have none)
-        """Open what belongs to a shard that is written, and is read by no plan."""
+        """Open the files that belong to a shard of the target and that no plan reads."""
 
     def raise_shard_faults(self) -> None:
-        """Raise what is wrong with the shards that were opened, or with them together."""
+        """Raise the faults of the shards opened so far, including differences between them."""
         raise_faults([*self.index.faults, *self.opened.compare()], subject=f"checkpoint {self.folder}")
 
     def non_contiguous_weights(self) -> Mapping[str, TensorRecord]:
-        """Weights that are not row-major in their file, and so in no layout."""
+        """Return the weights that are not row-major in their file; no layout has them."""
         return {}
 
     def unnamed_tensors(self) -> Iterator[tuple[TensorKey, TensorRecord]]:
-        """Tensors that name no parameter, and so are in no layout, under names that say where they are."""
+        """Yield the tensors without a parameter's name (no layout has them), under names that say where they are."""
         yield from ()
 
     def stored_as_master_only(self, key: TensorKey) -> bool:
-        """Whether a weight is kept as its master alone."""
+        """True if only the fp32 master of this weight is saved."""
         return False
 
     def weight_faults(self, key: TensorKey) -> Iterator[Fault]:
-        """What is wrong with values that were saved as the run itself did not have them."""
+        """Yield a fault if the framework saved a weight in another form than it had in training (quantized, say)."""
         yield from ()
 
     def master(self, name: str) -> TensorKey | None:
-        """The tensor that holds a parameter's fp32 master, None where there is none."""
+        """Return the key of a parameter's fp32 master, None if there is none."""
         key = TensorKey(name=self.shared.get(name, name), kind="fp32")
         return key if key in self.layout else None
 
     def master_proof_faults(self) -> Iterable[Fault]:
-        """Where masters that are the casts of their weights would not prove what they are of."""
+        """Return faults if comparing weights with masters cannot prove which parameter a state belongs to."""
         return ()
 
     def mismatch_mend_for(self, name: str) -> str:
-        """What to do where a parameter's weight is not the cast of its master."""
+        """Return the advice for a parameter whose weight is not the cast of its master."""
         return self.mismatch_mend
 
     def repair(self) -> Checkpoint:
-        """The same without a fault that its framework makes. Raises UnsupportedLayout where no such is known."""
+        """Return the checkpoint without the known fault of its framework; raises UnsupportedLayout if it has none."""
         mend = "leave out --repair"
         fault = UnsupportedLayout.fault(self.folder, "has no fault that is known how to be repaired", mend=mend)
         raise error_of([fault], subject=f"repairing {self.folder}")
 
     def replicas(self) -> Mapping[Holder, Index]:
-        """The replicas of tensors that several ranks have saved, by their holders."""
+        """Return an index of the replicas of each holder: tensors that several ranks saved."""
         return {holder: self.index.with_layout(layout) for holder, layout in self.layout.replicas().items()}
 
     def replica_fault(
         self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]
     ) -> Fault | None:
-        """The fault of a replica with other values than the first; `untrained` reads whether one is all zeros."""
+        """Return the fault of a replica that differs from the first, None if it may; `untrained` reads if all are 0."""
         what = "is not the same on each rank that holds a copy of it"
         return CheckpointDamaged.fault(str(key), what, "the same bits", found, mend=self.mismatch_mend)
 
     def independent_parts(self) -> Iterator[Mapping[str, Sequence[TensorKey]]]:
-        """Parts of the model by their names, with their tensors, no two of which a run trains to the same values."""
+        """Yield maps from the names of model parts to their tensors; no two parts of a map train to equal values."""
         yield from ()
 
     def shards_of(self, name: str) -> Sequence[tuple[tuple[int, ...], Sequence[tuple[Box, int]]]]:
-        """The shapes of the parts of a tensor that ranks had, and in each the boxes of it, with their first element."""
+        """Return each rank's shard of a tensor: its shape, and its boxes of the tensor with their offsets in it."""
         return ()
 
     def values(self) -> Mapping[str, Mapping[str, object]]:
-        """The values beside the tensors as `diff` compares them within a framework, by the name of what holds them."""
+        """Return the values that `diff` compares between checkpoints of one framework, by owner, then by dotted key."""
         return {"": {".".join(map(str, path)): value for path, value in self.objects.items()}}
 
     def extra(self) -> Mapping[object, object] | None:
-        """What ranks keep in files of their own beside it, alike on all of them; None where the format has none."""
+        """Return the values of the ranks' own extra files that are equal on all ranks; None if the format has none."""
         return None
 
     def groups(self) -> tuple[GroupFacts, ...]:
-        """The param groups as `diff` compares them: without values that follow from the layout."""
+        """Return the param groups as `diff` compares them: without values that follow from the layout."""
         return self.facts.groups if self.facts is not None else ()
 
     def uncompared_notes(self, name: str) -> Iterator[str]:
-        """What `diff` does not compare, of a checkpoint that it calls `name`."""
+        """Yield a note for each thing that `diff` does not compare; `name` is the checkpoint's name in the notes."""
         yield from ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyReport:
-    """A checkpoint as far as it can be opened: what keeps it from being opened whole, and what is wrong besides."""
+    """The faults of a checkpoint: `faults` keep it from being opened, `further` do not."""
 
     faults: Sequence[Fault] = ()
     further: Sequence[Fault] = ()
@@ -219,13 +219,12 @@ Writer = Callable[[Content, ConversionRequest, "Checkpoint | None", Sequence[Fau
 class Format:
     """One format: a folder of `formats/`, and one line in the table of `operations/formats.py`.
 
-    `list` gives the files of a folder that is of this format, None for any other, and raises OSError. `open` opens
-    them, and `open_weights` without the optimizer, whose files it does not read unless they alone hold the weights.
-    `describe` says all that they tell, where a format knows more than a Checkpoint does; `survey` collects what is
-    wrong. `writes` has, by the name that `--to` takes, what makes a target of any content; it raises the faults that it
-    is given with its own. `sized` are those that take a data-parallel size. `in_parts` is true where a part of a
-    conversion needs only its shards. `latest` are the files that name the last of several checkpoints, each with the
-    folder that is meant by what it says.
+    `list` returns the files of a folder of this format, None for any other folder, and raises OSError. `open` opens
+    them; `open_weights` skips the optimizer's files unless only they hold the weights. `describe` makes the answer of
+    `inspect`, if the format knows more than a Checkpoint tells; `survey` collects faults. `writes` maps names of `--to`
+    to functions that make a target from any content; they raise the faults they are given together with their own.
+    `sized` are the names that take a data-parallel size. `in_parts` is true if a part of a conversion needs only its
+    own shards. `latest` maps the names of files that name the last checkpoint to functions from their text to a folder.
     """
 
     name: str
@@ -245,12 +244,10 @@ _RUNNING = ("running_mean", "running_var")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedState(ABC):
-    """What a format tells when it is opened, and the source of its shards.
+    """The state of an opened checkpoint without further facts, and the source of its shards.
 
-    `beside` are the tensors that are neither the model's nor the optimizer's, by their names in the layout, with the
-    keys that lead to them; `objects` are the values beside the tensors and the optimizer, by the keys that lead to
-    them. `ranks` is the number of processes that saved it, None where no file tells; `notes` say what is in no layout,
-    `left_out` which files are in no content. Weights of an optimizer's parameters are its masters.
+    The fields are those of `Checkpoint`; `left_out` are notes on files that `content()` does not include. The weights
+    of trained parameters are the optimizer's masters.
     """
 
     folder: str
@@ -264,12 +261,12 @@ class SavedState(ABC):
 
     @abstractmethod
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The tensors of one shard, by the names of their buffers in the layout."""
+        """Open one shard, and return where its tensors lie, by the names of their buffers in the layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedFile:
-    """A file of such a checkpoint; `role` as in `inspect`."""
+    """A file of a `SavedListing`; `role` as in `inspect`."""
 
     nbytes: int
     role: str
@@ -277,9 +274,9 @@ class SavedFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedListing:
-    """The files of one such checkpoint, by their paths below its folder; `format` and `writer` are for people.
+    """The files of one checkpoint, by path relative to its folder; `format` and `writer` are for people.
 
-    `archives` reads which parts of them are files of torch.save; a file that is not there is one as a whole, or none.
+    `archives` returns the byte ranges of archives of torch.save in each file; other files are one as a whole, or none.
     """
 
     format: str
@@ -298,7 +295,7 @@ class SavedListing:
 
 
 class SavedCheckpoint(Checkpoint):
-    """Such a checkpoint, opened."""
+    """A checkpoint made of a `SavedState`."""
 
     framework = "torch"
 
@@ -323,29 +320,31 @@ class SavedCheckpoint(Checkpoint):
 
     def master(self, name: str) -> TensorKey | None:
         keys = [TensorKey(name=name, kind=kind) for kind in (MASTER, WEIGHT)]
-        found = (key for key in keys if key in self.layout and self.layout[key].dtype is ElementType.FLOAT32)
-        return next(found, None)
+        candidates = (key for key in keys if key in self.layout and self.layout[key].dtype is ElementType.FLOAT32)
+        return next(candidates, None)
 
     def content(self) -> Content:
-        """All of it; weights are tied where they are one storage under two names, one of them the optimizer's."""
+        """Return all that another format can store; a weight is tied if it shares its bytes with a trained one."""
         layout, facts = self.layout, self.facts
         scalars = facts.scalars if facts is not None else {}
         tied = dict(self._tied())
         tensors: dict[TensorKey, TensorSource] = {}
-        for key, place in layout.placements.items():
+        for key, placement in layout.placements.items():
             if key.kind == WEIGHT and key.name in tied:
                 continue
-            held = tensors[key] = TensorSource(shape=place.shape, dtype=place.dtype, origin=key)
+            source = tensors[key] = TensorSource(shape=placement.shape, dtype=placement.dtype, origin=key)
             trained = len(layout.kinds(key.name)) > 1 or key.name in scalars
             if (
                 key.kind == WEIGHT
                 and trained
-                and place.dtype is ElementType.FLOAT32
+                and placement.dtype is ElementType.FLOAT32
                 and key.name not in self.extra_tensors
             ):
-                tensors[TensorKey(name=key.name, kind=MASTER)] = held
+                tensors[TensorKey(name=key.name, kind=MASTER)] = source
         weights = {
-            key.name: held for key, held in tensors.items() if key.kind == WEIGHT and key.name not in self.extra_tensors
+            key.name: source
+            for key, source in tensors.items()
+            if key.kind == WEIGHT and key.name not in self.extra_tensors
         }
         buffers = frozenset(_buffers(weights)) - self._optimizer_names()
         mend = "--to safetensors for the weights"
@@ -366,89 +365,91 @@ class SavedCheckpoint(Checkpoint):
         return replace(content, schedule=schedule_of(content.entries.get(SCHEDULER), groups))
 
     def left_out(self) -> tuple[str, ...]:
-        """What is in no content."""
+        """Return notes on what `content()` leaves out."""
         return self.state.left_out
 
     def _whole(self) -> Iterator[tuple[str, TensorRecord]]:
-        """Weights without states that lie in one piece, as what torch would have saved of each."""
+        """Yield weights without states that lie in one piece of a file, as the tensors that torch would have saved."""
         for key, placement in self.layout.placements.items():
             if key.kind == WEIGHT and len(self.layout.kinds(key.name)) == 1:
                 extents = _extents(self.index, key)
                 if len(extents) == 1 and extents[0].record.nbytes == placement.numel * placement.dtype.itemsize:
                     record = extents[0].record
-                    made = new_tensor(str(record.byte_offset), placement.shape, placement.dtype)
-                    place = replace(made.storage, path=record.path, byte_offset=record.byte_offset, crc32=record.crc32)
-                    yield key.name, replace(made, storage=place)
+                    empty = new_tensor(str(record.byte_offset), placement.shape, placement.dtype)
+                    storage = replace(
+                        empty.storage, path=record.path, byte_offset=record.byte_offset, crc32=record.crc32
+                    )
+                    yield key.name, replace(empty, storage=storage)
 
     def _optimized(self) -> tuple[list[TensorKey], list[TensorKey]]:
-        """The weights that the optimizer has, in a param group or with states, of a shape of the others; and those."""
-        known = self._optimizer_names()
-        ours: list[TensorKey] = []
-        others: list[TensorKey] = []
+        """Return the trained weights that may be tied, as another weight has their shape, and all untrained weights."""
+        named = self._optimizer_names()
+        trained: list[TensorKey] = []
+        untrained: list[TensorKey] = []
         for key in self.layout.placements:
             if key.kind == WEIGHT and key.name not in self.extra_tensors:
-                (ours if key.name in known else others).append(key)
-        shapes = {self.layout[key].shape for key in others}
-        return [key for key in ours if self.layout[key].shape in shapes], others
+                (trained if key.name in named else untrained).append(key)
+        shapes = {self.layout[key].shape for key in untrained}
+        return [key for key in trained if self.layout[key].shape in shapes], untrained
 
     def _optimizer_names(self) -> set[str]:
-        """The names of parameters that the optimizer tells."""
+        """Return the parameters that the optimizer names: in its groups or states."""
         facts = self.facts or OptimizerFacts(groups=())
         states = (key.name for key in self.layout.placements if key.kind != WEIGHT)
         return {*facts.scalars, *states, *(name for group in facts.groups for name in group.members)}
 
     def _tied(self) -> Iterator[tuple[str, str]]:
-        """Weights that the optimizer has not, and that lie in the very bytes of one that it has.
+        """Yield untrained weights that lie in the same bytes of a file as a trained one, with the trained one's name.
 
-        Equal bytes are no proof of it: two layers of ones are two parameters.
+        Equal values in different places prove nothing: two layers of ones are two parameters.
         """
-        ours, others = self._optimized()
+        trained, untrained = self._optimized()
         owners: dict[object, str] = {}
-        for key in ours:
+        for key in trained:
             owners.setdefault(self._bytes(key), key.name)
-        for key in others:
+        for key in untrained:
             if (place := self._bytes(key)) in owners:
                 yield key.name, owners[place]
 
     def _bytes(self, key: TensorKey) -> object:
-        """Where a tensor lies; one without elements is like no other."""
+        """Return a value that is equal for two tensors if they lie in the same bytes; unique for an empty tensor."""
         placement, extents = self.layout[key], _extents(self.index, key)
-        where = tuple((one.path, one.byte_offset, one.numel) for one in extents)
+        where = tuple((extent.path, extent.byte_offset, extent.numel) for extent in extents)
         return (placement.shape, placement.dtype, where) if where else key
 
-    def _alike(self, apart: Container[str]) -> Iterator[str]:
-        """A note on weights that `get_state_dict` may have saved under each of their names, and nothing proves it."""
-        ours, others = self._optimized()
+    def _alike(self, known_ties: Container[str]) -> Iterator[str]:
+        """Yield a note if untrained weights equal trained ones: `get_state_dict` may have saved one tensor twice."""
+        trained, untrained = self._optimized()
         owners: dict[object, str] = {}
-        for key in ours:
+        for key in trained:
             owners.setdefault(checksums(self.index, key), key.name)
-        sums = {key.name: checksums(self.index, key) for key in others if key.name not in apart}
-        found = [f"{name} and {owners[told]}" for name, told in sums.items() if told in owners]
-        if found:
+        sums = {key.name: checksums(self.index, key) for key in untrained if key.name not in known_ties}
+        pairs = [f"{name} and {owners[checksum]}" for name, checksum in sums.items() if checksum in owners]
+        if pairs:
             yield (
                 "equal bytes, no proof that they are tied: written as two weights; nothing is lost: "
-                f"{', '.join(found[:8])}{', ...' if len(found) > 8 else ''}"
+                f"{', '.join(pairs[:8])}{', ...' if len(pairs) > 8 else ''}"
             )
 
 
 def _extents(index: Index, key: TensorKey) -> list[Extent]:
-    """Where the parts of a tensor lie."""
+    """Return where the parts of a tensor lie in files."""
     box = Box.whole(index.layout[key].shape)
     return [extent for _, extent in index.locate(key, Region(box=box, start=0, stop=box.numel))]
 
 
 def checksums(index: Index, key: TensorKey) -> object:
-    """Equal for two tensors if checksums tell that their bytes are equal; if they do not, unlike any other's."""
+    """Return a value that is equal for two tensors if their checksums prove equal bytes; it is unique if none do."""
     placement, extents = index.layout[key], _extents(index, key)
-    if not extents or any(one.record.crc32 is None or one.nbytes != one.record.nbytes for one in extents):
+    if not extents or any(extent.record.crc32 is None or extent.nbytes != extent.record.nbytes for extent in extents):
         return index.layout, key  # of a replica the layout is another
-    return placement.shape, placement.dtype, tuple((one.numel, one.record.crc32) for one in extents)
+    return placement.shape, placement.dtype, tuple((extent.numel, extent.record.crc32) for extent in extents)
 
 
 def _buffers(weights: Mapping[str, TensorSource]) -> Iterator[str]:
-    """Entries that no optimizer could train, and the statistics of torch's normalisation layers beside them."""
-    for name, held in weights.items():
+    """Yield the entries that no optimizer could train (integers), and running statistics of normalisation layers."""
+    for name, source in weights.items():
         layer, _, leaf = name.rpartition(".")
         counted = f"{layer}.num_batches_tracked" in weights
-        if not held.dtype.label.startswith(("float", "bfloat", "complex")) or (counted and leaf in _RUNNING):
+        if not source.dtype.label.startswith(("float", "bfloat", "complex")) or (counted and leaf in _RUNNING):
             yield name

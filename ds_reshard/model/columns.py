@@ -1,4 +1,4 @@
-"""The cuts of many tensors as columns: what a shard holds of each, and which shards hold a part, all at once."""
+"""The cuts of many tensors as columns: the pieces of all tensors in a shard, or the shards of many ranges, at once."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Column = NDArray[numpy.int64]
 
 
 class Pieces(NamedTuple):
-    """Pieces of tensors: element i of each column is of piece i.
+    """Pieces of tensors as columns: row i describes piece i.
 
-    `member` is the number of its tensor among those that were asked about; the others are as in `Piece`.
+    `member` is the index of the piece's tensor in the `Cuts`; the other columns are the fields of `Piece`.
     """
 
     member: Column
@@ -36,16 +36,16 @@ NUMBER = {dtype: number for number, dtype in enumerate(ElementType)}
 
 
 class Cuts:
-    """The cuts of some placements, as columns.
+    """The cuts of some placements as columns.
 
-    Numbers of elements are below 2**62 (UnsupportedLayout): a sum of two is then exact.
+    Raises UnsupportedLayout for 2**62 elements or more, so that a sum of two numbers never overflows.
     """
 
     def __init__(self, members: Sequence[Placement]) -> None:
-        *cuts, wide, step = zip(*(one.cut for one in members), strict=True) if members else ((),) * 6
+        *cuts, wide, step = zip(*(member.cut for member in members), strict=True) if members else ((),) * 6
         columns = (
-            [one.box.numel for one in members],
-            [one.replicated for one in members],
+            [member.box.numel for member in members],
+            [member.replicated for member in members],
             *cuts,
             [_NO_WIDE if number is None else number for number in wide],
             step,
@@ -55,21 +55,21 @@ class Cuts:
         self._columns = numpy.array(columns, dtype=numpy.int64)
 
     def check(self, shards: int) -> None:
-        """UnsupportedLayout where chunks of so many shards together have numbers that do not fit."""
+        """Raise UnsupportedLayout if element numbers overflow when all `shards` chunks are put in a row."""
         widest = int(self._columns[2].max(initial=0)) * (shards + 1)
         if widest + int(self._columns[3].max(initial=0)) >= 1 << 62:
             raise _too_large()
 
     def take(self, which: Column) -> Cuts:
-        """Those of some members, in that order."""
+        """Return the cuts of the members with these indices, in that order."""
         taken = Cuts(())
         taken._columns = self._columns[:, which]
         return taken
 
     def pieces_of(self, shard: int) -> Pieces:
-        """What a shard holds: a piece of each member that it holds any of."""
+        """Return the pieces in a shard: one for each member of which the shard holds any element."""
         numel, replicated, _, _, _, first, _, step = self._columns
-        number, beside = numpy.divmod(numpy.where(replicated > 0, 0, shard) - first, step)
+        number, remainder = numpy.divmod(numpy.where(replicated > 0, 0, shard) - first, step)
         begin, end = self._begin(number), self._begin(number + 1)
         start, stop = numpy.maximum(0, begin), numpy.minimum(numel, end)
         pieces = Pieces(
@@ -79,33 +79,33 @@ class Cuts:
             stop=stop,
             element_offset=start - begin + self._columns[4],
         )
-        return pieces.take((number >= 0) & (beside == 0) & (start < stop))
+        return pieces.take((number >= 0) & (remainder == 0) & (start < stop))
 
     def locate(self, start: Column, stop: Column) -> Pieces:
-        """The pieces of elements [start[i], stop[i]) of member i, in order; each has one element at least."""
+        """Return the pieces that elements [start[i], stop[i]) of member i consist of, in order; no range is empty."""
         begin = self._number(start)
         count = self._number(stop - 1) - begin + 1
         member = numpy.repeat(numpy.arange(len(count)), count)
         number = begin[member] + numpy.arange(len(member)) - (numpy.cumsum(count) - count)[member]
-        of_each = self.take(member)
-        first, step, here, after = *of_each._columns[[5, 7]], of_each._begin(number), of_each._begin(number + 1)
-        start, stop = numpy.maximum(start[member], here), numpy.minimum(stop[member], after)
-        return Pieces(member, number * step + first, start, stop, start - here + of_each._columns[4])
+        cuts = self.take(member)
+        first, step, begins, ends = *cuts._columns[[5, 7]], cuts._begin(number), cuts._begin(number + 1)
+        start, stop = numpy.maximum(start[member], begins), numpy.minimum(stop[member], ends)
+        return Pieces(member, number * step + first, start, stop, start - begins + cuts._columns[4])
 
     def _begin(self, number: Column) -> Column:
-        """The element with which chunk `number` of each member begins; it may lie outside of it."""
+        """Return the first element of chunk `number` of each member; it may lie outside of the member."""
         _, _, chunk, phase, _, _, wide, _ = self._columns
-        narrow = numpy.where(wide == _NO_WIDE, 0, numpy.maximum(0, number - wide))
-        begin: Column = number * chunk - narrow - phase
+        missing = numpy.where(wide == _NO_WIDE, 0, numpy.maximum(0, number - wide))
+        begin: Column = number * chunk - missing - phase
         return begin
 
     def _number(self, element: Column) -> Column:
-        """The number of the chunk that an element of each member lies in."""
+        """Return the number of the chunk that contains `element` of each member."""
         _, _, chunk, phase, _, _, wide, _ = self._columns
-        at = element + phase
-        narrow = (wide != _NO_WIDE) & (at >= wide * chunk)
-        behind = wide + (at - wide * chunk) // numpy.maximum(1, chunk - 1)
-        number: Column = numpy.where(narrow, behind, at // chunk)
+        position = element + phase
+        is_narrow = (wide != _NO_WIDE) & (position >= wide * chunk)
+        narrow_number = wide + (position - wide * chunk) // numpy.maximum(1, chunk - 1)
+        number: Column = numpy.where(is_narrow, narrow_number, position // chunk)
         return number
 
 
@@ -117,9 +117,9 @@ def _too_large() -> UnsupportedLayout:
 
 
 class Family:
-    """All boxes of one family of a layout: `members[i]` lies in `buffers[buffer[i]]`, cut as `cuts` says.
+    """All boxes of one family of a layout: `members[i]` lies in `buffers[buffer[i]]`, and is cut as `cuts` says.
 
-    `dtype[i]` is the number of its type among all element types.
+    `dtype[i]` is the index of the member's type in ElementType.
     """
 
     def __init__(self, layout: Layout, family: str) -> None:
@@ -134,7 +134,7 @@ class Family:
 
 
 class Families(dict[str, Family]):
-    """The families of a layout, each made when it is first asked for."""
+    """The families of a layout by name, each made on first use."""
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()

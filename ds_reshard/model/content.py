@@ -1,4 +1,4 @@
-"""All that a resume needs of a checkpoint, in the words of no framework: what one format hands another."""
+"""The content of a checkpoint: everything that one format passes to another, independent of any framework."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ BASE, LAST, LAMBDAS = "base_lrs", "_last_lr", "lr_lambdas"
 MASTER, WEIGHT = "fp32", "weight"
 RENAME = "save it again under names that differ"
 SCHEDULER, STEPS, SAMPLES = "lr_scheduler", "global_steps", "global_samples"
-"""The entries that every format has a place for; of DeepSpeed's model files, whose names they have everywhere."""
+"""Entries that every format stores, under the names that DeepSpeed's model files give them."""
 STANDARD_ENTRIES = frozenset({SCHEDULER, STEPS, SAMPLES, "skipped_steps", "checkpoint_parallel_dims"})
 STANDARD_ENTRIES |= {"sparse_tensor_module_names", "csr_tensor_module_names", "num_experts"}
-"""Entries that are nobody's own: a format that has no place for them loses nothing that it does not say."""
+"""Standard entries. A format that cannot store them may drop them without a note."""
 PER_GROUP = (BASE, LAST, LAMBDAS)
 """The entries of `LambdaLR.state_dict()` that have one value for each param group (torch/optim/lr_scheduler.py)."""
 _OF_GROUPS = frozenset({*PER_GROUP, "max_lrs", "min_lrs", "base_momentums", "max_momentums"})
-"""Those of every scheduler of torch 2.13, of DeepSpeed 0.19.8 and of transformers."""
+"""Entries with one value per param group, of every scheduler of torch 2.13, DeepSpeed 0.19.8 and transformers."""
 _OF_NO_GROUP = frozenset({"_milestones", "milestones"})
 
 
 def weight_name_fault(where: str, state: str) -> Fault:
-    what = f"{state} is an optimizer state of the name that a weight, or its master, has here"
+    what = f"optimizer state {state} has a name that is reserved for weights and their masters"
     return UnsupportedLayout.fault(where, what, f"any name but {MASTER!r} and {WEIGHT!r}", mend=RENAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSource:
-    """A whole tensor, and the one of the source that it is read from; cast where the types differ."""
+    """A whole tensor, and the key of the source tensor that it is read from; cast if the types differ."""
 
     shape: tuple[int, ...]
     dtype: ElementType
@@ -43,18 +43,18 @@ class TensorSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The state of a LambdaLR: `groups` has of each param group the entries of PER_GROUP, `counters` all others."""
+    """The state of a LambdaLR: `groups` has the PER_GROUP entries of each param group, `counters` all other entries."""
 
     counters: Mapping[str, object]
     groups: tuple[Mapping[str, object], ...]
 
     def entries(self) -> dict[str, object]:
-        """As `state_dict()` has them."""
+        """Return the entries as `state_dict()` has them."""
         return {**{key: [group[key] for group in self.groups] for key in PER_GROUP}, **self.counters}
 
 
 def schedule_of(state: object, groups: int) -> Schedule | None:
-    """The state of a LambdaLR with that many param groups; None for anything else."""
+    """Return `state` if it is that of a LambdaLR with that many param groups; None otherwise."""
     if not isinstance(state, dict):
         return None
     lists = [state.get(key) for key in PER_GROUP]
@@ -69,46 +69,48 @@ def schedule_of(state: object, groups: int) -> Schedule | None:
 def reorder_groups(
     state: Mapping[str, object], order: Sequence[int], saved: int
 ) -> tuple[dict[str, object], list[str]]:
-    """A scheduler's state for other param groups: group i is what `order[i]` was, of `saved` groups.
+    """Reorder a scheduler's state for new param groups: group i takes the values of saved group `order[i]`.
 
-    Schedulers inside it too. Beside it, the entries that may have a value for each group and are not known to.
+    `saved` is the number of saved groups. Nested schedulers too. Also returns entries that may have a value per group.
     """
-    made, unknown = dict(state), list[str]()
+    reordered, unknown = dict(state), list[str]()
     for key, value in state.items() if list(order) != list(range(saved)) else ():
         if isinstance(value, list | tuple) and value and all(isinstance(part, dict) for part in value):
             parts = [reorder_groups(part, order, saved) for part in value]
-            made[key] = [part for part, _ in parts]
+            reordered[key] = [part for part, _ in parts]
             unknown += [name for _, names in parts for name in names]
         elif isinstance(value, list | tuple) and len(value) == saved:
             if key in _OF_GROUPS:
-                made[key] = [value[number] for number in order]
+                reordered[key] = [value[number] for number in order]
             elif key not in _OF_NO_GROUP:
                 unknown.append(key)
-    return made, unknown
+    return reordered, unknown
 
 
 def join_states(states: Sequence[Mapping[str, object]], groups: Sequence[int]) -> tuple[dict[str, object], list[str]]:
-    """One scheduler's state of those of several optimizers, whose param groups follow each other; of each so many.
+    """Merge the scheduler states of several optimizers into one, as if their param groups followed each other.
 
-    Schedulers inside it too. Beside it, the entries in which they differ though they have not a value for each group.
+    `groups` is the number of groups of each. Nested schedulers too. Also returns other entries in which they differ.
     """
-    made, differing = dict(states[0]), list[str]()
+    merged, differing = dict(states[0]), list[str]()
     for key, value in states[0].items():
         values = [state.get(key) for state in states]
-        lists = [one for one in values if isinstance(one, list | tuple)]
-        if len(lists) == len(states) and all(one and isinstance(one[0], dict) for one in lists):
+        lists = [values_of_state for values_of_state in values if isinstance(values_of_state, list | tuple)]
+        if len(lists) == len(states) and all(
+            values_of_state and isinstance(values_of_state[0], dict) for values_of_state in lists
+        ):
             parts = [join_states(part, groups) for part in zip(*lists, strict=False)]
-            made[key] = [part for part, _ in parts]
+            merged[key] = [part for part, _ in parts]
             differing += [name for _, names in parts for name in names]
-        elif [len(one) for one in lists] == list(groups) and key not in _OF_NO_GROUP:
-            made[key] = [item for one in lists for item in one]
-        elif any(canonical(one) != canonical(value) for one in values):
+        elif [len(values_of_state) for values_of_state in lists] == list(groups) and key not in _OF_NO_GROUP:
+            merged[key] = [item for values_of_state in lists for item in values_of_state]
+        elif any(canonical(values_of_state) != canonical(value) for values_of_state in values):
             differing.append(key)
-    return made, differing
+    return merged, differing
 
 
 def regrouping_fault(entry: str, where: str) -> Fault:
-    """That an entry of a scheduler's state may have a value for each param group, which are others now."""
+    """Return the fault of a scheduler entry that may have one value per param group, as the groups were reordered."""
     return UnsupportedLayout.fault(
         where,
         f"gives the param groups another order, and whether the scheduler's {entry} follows it is not known",
@@ -117,9 +119,9 @@ def regrouping_fault(entry: str, where: str) -> Fault:
 
 
 def with_groups(content: Content, groups: Sequence[GroupFacts], order: Sequence[int], where: str) -> Content:
-    """The content with other param groups: group i has the scheduler's values of what `order[i]` was.
+    """Return the content with other param groups; group i takes the scheduler's values of saved group `order[i]`.
 
-    Its `faults` say where that is not known; `where` is what asked for it.
+    A scheduler entry that cannot be reordered becomes a fault of the content, at `where`.
     """
     assert content.facts is not None
     saved, schedule, objects, faults = len(content.facts.groups), content.schedule, dict(content.objects), list[Fault]()
@@ -139,18 +141,18 @@ Path = tuple[object, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """One checkpoint; every format makes one when it is opened, and every format that is written is made of one.
+    """One checkpoint, as every format makes it when opened and takes it when written.
 
-    `tensors` has weights and states by parameter and kind, in the model's order: of a weight that is its own master
-    both kinds are read from one tensor. `tied` has the other names of tied parameters, `buffers` the weights that no
-    optimizer trains because they are no parameters, `beside` tensors that are not the model's, with the keys that lead
-    to them. `records` are those of `buffers` and `beside` that lie in one piece in a file.
+    `tensors` has weights and states by parameter and kind, in the model's order; if a weight is its own master, both
+    kinds are read from one tensor. `tied` maps the other names of tied parameters to the saved name. `buffers` are
+    weights that are not parameters. `extra_tensors` do not belong to the model; they come with the keys that lead to
+    them. `records` are the buffers and extra tensors that lie in one piece in a file.
 
-    `ranks` is the number of processes that saved it, None where no file tells. `home` is what its own format made it
-    of, and knows more of than others have a place for. `objects` are the values beside tensors
-    and optimizer: counters, the state of a scheduler of whatever kind, and what only one framework or script knows.
-    `schedule` is the scheduler where it is a LambdaLR. `batch_size` is the global one. `faults` keep a run from going
-    on from this; `notes` say what is otherwise here than in the files, and what is left out.
+    `ranks` is the number of processes that saved it, None if no file tells. `native_source` is the checkpoint itself,
+    for writers of its own format, which keep more. `objects` are the values that are neither tensors nor the
+    optimizer's: counters, a scheduler's state, and values of the framework or script. `schedule` is the scheduler if it
+    is a LambdaLR. `batch_size` is the global one. `faults` are reasons why no run can go on from here; `notes` tell the
+    user what differs from the files or is left out.
     """
 
     folder: str
@@ -176,7 +178,7 @@ class Content:
 
     @cached_property
     def weights(self) -> dict[str, TensorSource]:
-        """The model's own, buffers with them."""
+        """The weights of the model, including buffers."""
         return {
             key.name: held
             for key, held in self.tensors.items()
@@ -185,29 +187,29 @@ class Content:
 
     @cached_property
     def trained(self) -> dict[str, dict[str, TensorSource]]:
-        """The parameters that the optimizer has states of, with these and their masters."""
-        found: dict[str, dict[str, TensorSource]] = {}
+        """The masters and optimizer states of each trained parameter, by name and kind."""
+        states: dict[str, dict[str, TensorSource]] = {}
         for key, held in self.tensors.items():
             if key.kind != WEIGHT:
-                found.setdefault(key.name, {})[key.kind] = held
-        return found
+                states.setdefault(key.name, {})[key.kind] = held
+        return states
 
     @cached_property
     def entries(self) -> dict[str, object]:
-        """The objects, and the tensors beside the model, nested as they were."""
-        made: dict[str, object] = {}
+        """The objects and the extra tensors, nested as in the source."""
+        entries: dict[str, object] = {}
         for path, value in self.objects.items():
-            _nest(made, tuple(map(str, path)), value)
+            _nest(entries, tuple(map(str, path)), value)
         for name, path in self.extra_tensors.items():
             if name in self.records:
-                _nest(made, tuple(map(str, path)), self.records[name])
+                _nest(entries, tuple(map(str, path)), self.records[name])
         if self.schedule is not None:
-            made[SCHEDULER] = self.schedule.entries()
-        return made
+            entries[SCHEDULER] = self.schedule.entries()
+        return entries
 
     @property
     def nested_states(self) -> list[str]:
-        """The parts of an optimizer inside a dict or a list: of a state, or of a value of a group, by their keys."""
+        """The dotted keys of values inside a dict or list that is an optimizer state or a value of a param group."""
         groups = self.facts.groups if self.facts is not None and self.native_source is None else ()
         members = {name for group in groups for name in group.members}
         paths = (*self.extra_tensors.values(), *self.objects) if groups else ()
@@ -215,7 +217,7 @@ class Content:
 
     @property
     def steps(self) -> int | None:
-        """The updates that the saving run had made."""
+        """The number of updates that the saving run had made, None if it is unknown."""
         return _count(self.objects.get((STEPS,)))
 
     @property
@@ -224,12 +226,12 @@ class Content:
 
     @property
     def extra_entries(self) -> list[str]:
-        """The names of the entries that the saving script or framework has beside the usual ones."""
+        """The names of the entries that the saving script or framework added to the standard ones."""
         return sorted({str(path[0]) for path in self.objects} - STANDARD_ENTRIES)
 
 
 def _lies_deeper(path: Path, members: Container[str]) -> bool:
-    """Whether keys lead through an optimizer's state of one of its members, or a value of a param group, to a part."""
+    """True if keys lead inside an optimizer state of one of `members`, or inside a value of a param group."""
     return any(
         (key == "state" and path[at + 1] in members) or (key == "param_groups" and len(path) > at + 3)
         for at, key in enumerate(path[:-2])
@@ -241,7 +243,7 @@ def _count(value: object) -> int | None:
 
 
 def flatten(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
-    """The innermost values of nested dicts by the keys that lead to them, as `flatten_state_dict` of torch has them."""
+    """Yield the innermost values of nested dicts with the keys that lead to them, as torch's `flatten_state_dict`."""
     if isinstance(value, dict) and value and all(isinstance(key, str) for key in value):
         for key, part in value.items():
             yield from flatten(part, (*path, key))
@@ -250,12 +252,12 @@ def flatten(value: object, path: Path = ()) -> Iterator[tuple[Path, object]]:
 
 
 def _nest(entries: dict[str, object], path: tuple[str, ...], value: object) -> None:
-    """Put a value where it was; where another value is in the way, under its whole name."""
-    at = entries
+    """Put a value at its keys; if another value is in the way, under the dotted name instead."""
+    parent = entries
     for key in path[:-1]:
-        inner = at.setdefault(key, {})
+        inner = parent.setdefault(key, {})
         if not isinstance(inner, dict):
             entries[".".join(path)] = value
             return
-        at = inner
-    at[path[-1]] = value
+        parent = inner
+    parent[path[-1]] = value

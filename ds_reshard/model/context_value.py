@@ -1,4 +1,4 @@
-"""A value that holds while a block runs, in this thread alone."""
+"""A context variable that has another value while a block runs, in this thread only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 @contextmanager
 def context_value(variable: ContextVar[T], value: T) -> Iterator[None]:
-    """Inside, the variable has this value; afterwards the one that it had."""
+    """Set a context variable inside the block, and restore its former value afterwards."""
     token = variable.set(value)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Typed facts that travel beside the tensors: param groups, scalars, counters."""
+"""Typed values of an optimizer that are not tensors of a parameter's shape: param groups, scalars, counters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, Stor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalarTensor:
-    """A small tensor that does not follow a parameter, read whole: `step`, NAdam's `mu_product`."""
+    """A small tensor without a parameter's shape, with its bytes: `step`, NAdam's `mu_product`."""
 
     dtype: ElementType
     shape: tuple[int, ...]
@@ -24,14 +24,14 @@ _LONGEST = 4096
 _COMPOUND = (dict, list, tuple, set, frozenset, ObjectRecord)
 
 Scalar = ScalarTensor | int | float | bool | str | None
-"""A state value that is one for a whole partition."""
+"""A value of an optimizer state that holds for a whole partition."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupFacts:
-    """One param group as it was saved: its members by name, its hyper-parameters as records.
+    """One param group as saved: the names of its parameters, and its hyper-parameters as records.
 
-    `hyperparameters` is None where the format stores none (elastic checkpoints).
+    `hyperparameters` is None if the format stores none (elastic checkpoints).
     """
 
     members: tuple[str, ...]
@@ -40,48 +40,48 @@ class GroupFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """What all optimizer shards agree on: groups, and for each parameter its scalar states."""
+    """The values that all optimizer shards agree on: param groups, and the scalar states of each parameter by name."""
 
     groups: tuple[GroupFacts, ...]
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
 
 
 def canonical(value: object, *, known: Mapping[int, str] | None = None) -> str:
-    """A text that is equal exactly for equal trees of plain values and records; a list equals its tuple.
+    """Return a text that is equal for two trees of plain values and records exactly if they are equal.
 
-    Used to compare what two shards say. Tensors stand for their shape, type and checksum. A part that
-    is shared is written once, so the cost is linear; a part that contains itself is written as such.
-    `known` has texts of parts by their id, which are used instead of these parts' own.
+    It serves to compare two shards. A list equals its tuple; a tensor is written as its shape, type and checksum. A
+    shared part is written once, so the cost is linear; a part that contains itself is written as "itself". `known` has
+    texts of parts by their id, which replace the parts' own.
     """
-    done: dict[int, str] = dict(known or {})
-    open_parts: set[int] = set()
-    left = [value]
-    while left:
-        part = left[-1]
+    texts: dict[int, str] = dict(known or {})
+    in_progress: set[int] = set()
+    stack = [value]
+    while stack:
+        part = stack[-1]
         key = id(part)
-        if key in done or not _is_kept(part):
-            left.pop()
-        elif key not in open_parts:
-            open_parts.add(key)
-            left += [child for child in children(part) if id(child) not in open_parts]
+        if key in texts or not _is_kept(part):
+            stack.pop()
+        elif key not in in_progress:
+            in_progress.add(key)
+            stack += [child for child in children(part) if id(child) not in in_progress]
         else:
-            left.pop()
-            open_parts.discard(key)
-            text = _compound(part, done)
+            stack.pop()
+            in_progress.discard(key)
+            text = _compound(part, texts)
             digest = hashlib.sha256(text.encode("utf-8", "surrogatepass"))
-            done[key] = text if len(text) <= _LONGEST else f"sha256:{digest.hexdigest()}"
-    return _text(value, done)
+            texts[key] = text if len(text) <= _LONGEST else f"sha256:{digest.hexdigest()}"
+    return _text(value, texts)
 
 
 def _is_kept(value: object) -> bool:
-    """Whether the text of a part is made once: it has parts itself, or is long."""
+    """True if the text of a part is made once and kept: the part has parts itself, or is long."""
     if isinstance(value, str | bytes | bytearray):
         return len(value) > _LONGEST
     return isinstance(value, _COMPOUND)
 
 
-def _text(value: object, done: Mapping[int, str]) -> str:
-    if (text := done.get(id(value))) is not None:
+def _text(value: object, texts: Mapping[int, str]) -> str:
+    if (text := texts.get(id(value))) is not None:
         return text
     if isinstance(value, TensorRecord):
         where = (value.shape, value.stride, value.element_offset, value.storage.numel, value.storage.crc32)
@@ -95,37 +95,37 @@ def _text(value: object, done: Mapping[int, str]) -> str:
     return "itself" if _is_kept(value) else repr(value)
 
 
-def _compound(value: object, done: Mapping[int, str]) -> str:
+def _compound(value: object, texts: Mapping[int, str]) -> str:
     if isinstance(value, dict):
-        return "{" + ",".join(f"{k}:{v}" for k, v in sorted(_rows(value.items(), done))) + "}"
+        return "{" + ",".join(f"{k}:{v}" for k, v in sorted(_rows(value.items(), texts))) + "}"
     if isinstance(value, ObjectRecord):
-        given = ",".join(f"{name}={_text(arg, done)}" for name, arg in sorted(value.kwargs.items()))
-        pairs = ",".join(f"{k}:{v}" for k, v in _rows(value.pairs, done))
+        kwargs = ",".join(f"{name}={_text(arg, texts)}" for name, arg in sorted(value.kwargs.items()))
+        pairs = ",".join(f"{k}:{v}" for k, v in _rows(value.pairs, texts))
         parts = (
-            _list(value.args, done),
-            f"{{{given}}}",
+            _list(value.args, texts),
+            f"{{{kwargs}}}",
             str(value.by_new),
             str(value.has_state),
-            _text(value.state, done),
-            _list(value.items, done),
+            _text(value.state, texts),
+            _list(value.items, texts),
             f"{{{pairs}}}",
         )
         return f"{value.callable}({','.join(parts)})"
     if isinstance(value, set | frozenset):
-        return "set[" + ",".join(sorted(_text(item, done) for item in value)) + "]"
-    return _list(value, done) if isinstance(value, list | tuple) else repr(value)
+        return "set[" + ",".join(sorted(_text(item, texts) for item in value)) + "]"
+    return _list(value, texts) if isinstance(value, list | tuple) else repr(value)
 
 
-def _list(items: Iterable[object], done: Mapping[int, str]) -> str:
-    return "[" + ",".join(_text(item, done) for item in items) + "]"
+def _list(items: Iterable[object], texts: Mapping[int, str]) -> str:
+    return "[" + ",".join(_text(item, texts) for item in items) + "]"
 
 
-def _rows(pairs: Iterable[tuple[object, object]], done: Mapping[int, str]) -> Iterator[tuple[str, str]]:
-    return ((_text(key, done), _text(value, done)) for key, value in pairs)
+def _rows(pairs: Iterable[tuple[object, object]], texts: Mapping[int, str]) -> Iterator[tuple[str, str]]:
+    return ((_text(key, texts), _text(value, texts)) for key, value in pairs)
 
 
 def describe(value: object) -> str:
-    """A short text of a value for an error message."""
+    """Return a short text of a value for an error message."""
     if isinstance(value, ScalarTensor):
         number = number_of(value)
         return f"{value.dtype.label} {value.data.hex() if number is None else f'{number:g}'}"
@@ -134,7 +134,7 @@ def describe(value: object) -> str:
 
 
 def text_of(value: object) -> str:
-    """A text as it is, and of anything else what `describe` says: its own could be endless."""
+    """Return `value` if it is a text, and else what `describe` returns, as str(value) could be endless."""
     return value if isinstance(value, str) else describe(value)
 
 
@@ -142,7 +142,7 @@ _CODES = {"float64": "d", "float32": "f", "float16": "e", "int64": "q", "int32":
 
 
 def number_of(value: Scalar) -> int | float | None:
-    """The number that a scalar is, None for one that is none."""
+    """Return a scalar as a number, None if it is none."""
     if isinstance(value, ScalarTensor):
         return exact_number(value) if value.dtype.label in _CODES else None
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None
@@ -153,7 +153,7 @@ _EXACT = _CODES | {"uint8": "B", "uint16": "H", "uint32": "I", "uint64": "Q", "b
 
 
 def exact_number(value: ScalarTensor) -> bool | int | float | None:
-    """The very value of a tensor of one element as Python has it; None where it has none."""
+    """Return the value of a tensor of one element without rounding; None if Python has no such value."""
     label, data = value.dtype.label, value.data
     if label == "bfloat16" and len(data) == 2:
         label, data = "float32", b"\0\0" + data
@@ -166,19 +166,19 @@ def exact_number(value: ScalarTensor) -> bool | int | float | None:
 
 
 def as_scalar(number: float, like: ScalarTensor) -> ScalarTensor | None:
-    """The same number as a tensor of the type and shape of another; None where that type has not this number."""
+    """Return `number` as a tensor of the type and shape of `like`; None if the type cannot hold it exactly."""
     code = _CODES.get(like.dtype.label)
     if code is None:
         return None
     try:
-        made = replace(like, data=struct.pack("<" + code, number if code in "dfe" else int(number)))
+        scalar = replace(like, data=struct.pack("<" + code, number if code in "dfe" else int(number)))
     except (struct.error, OverflowError, ValueError):
         return None
-    return made if number_of(made) == number else None
+    return scalar if number_of(scalar) == number else None
 
 
 def torch_step(value: Scalar) -> Scalar:
-    """A step as torch's optimizers keep it: an fp32 tensor."""
+    """Return a step as torch's optimizers keep it: an fp32 tensor."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=struct.pack("<f", value))

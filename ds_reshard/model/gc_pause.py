@@ -1,4 +1,4 @@
-"""Making many objects at once without the garbage collector, which would walk them over and over."""
+"""Turn the garbage collector off while many objects are made; it would scan them again and again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class _Pause:
-    """The collector is off while any thread is inside, and afterwards as it was before the first of them."""
+    """Keeps the collector off while any thread is inside a block; afterwards it is as before the first one began."""
 
     def __init__(self) -> None:
         self._inside: dict[object, int] = {}
@@ -30,11 +30,11 @@ class _Pause:
                 self._restore()
 
     def forked(self) -> None:
-        """Of the threads that are inside, a new process has that alone which made it."""
+        """In a forked process, keep only the blocks of the forking thread: it is the only thread left."""
         self._lock = threading.RLock()
-        alone = threading.get_ident()
+        current = threading.get_ident()
         if self._inside:
-            self._inside = {token: thread for token, thread in self._inside.items() if thread == alone}
+            self._inside = {token: thread for token, thread in self._inside.items() if thread == current}
             self._restore()
 
     def _restore(self) -> None:
@@ -48,7 +48,7 @@ os.register_at_fork(after_in_child=_PAUSE.forked)
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Without garbage collections: what is made here is none, and each would walk all objects of the framework too."""
+    """Disable the garbage collector in the block: it makes no garbage, and each collection scans all objects."""
     token = object()
     try:
         _PAUSE.begin(token)

@@ -1,4 +1,4 @@
-"""Index: which bytes of which file hold a part of a logical tensor; shards are opened when wanted."""
+"""Index: which bytes of which file hold a part of a logical tensor. Shards are opened on first use."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_reshard.model.region import Region, Run, overlap
 
 
 class Record(NamedTuple):
-    """A run of bytes that was checksummed as one: a record of a torch zip file."""
+    """A run of bytes with one checksum: a record of a torch zip file."""
 
     path: str
     byte_offset: int
@@ -39,22 +39,22 @@ class Extent(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     def part(self, element_offset: int, numel: int) -> Extent:
-        """`numel` of the elements, from that one."""
+        """Return `numel` of the elements, from `element_offset` on."""
         return Extent(self.record, self.byte_offset + element_offset * self.dtype.itemsize, self.dtype, numel)
 
 
 def extent_of(tensor: TensorRecord) -> Extent:
-    """A row-major tensor's bytes, and the record of an archive that they are part of."""
+    """Return where the bytes of a row-major tensor lie, inside their record of an archive."""
     storage = tensor.storage
     record = Record(path=storage.path, byte_offset=storage.byte_offset, nbytes=storage.nbytes, crc32=storage.crc32)
     return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
 class ShardSource(Protocol):
-    """Opens one shard of a family and says where its buffers are.
+    """Opens one shard of a family and returns where its buffers lie.
 
-    Every extent is checked when it is returned (inside its file, of the layout's size); what is wrong
-    is raised as a ReshardError that names the file.
+    It checks every extent that it returns (inside its file, of the layout's size), and raises a ReshardError that
+    names the file.
     """
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]: ...
@@ -63,9 +63,9 @@ class ShardSource(Protocol):
 class Index:
     """A layout and the shards of it that have been opened so far.
 
-    Opening is lazy and happens once per shard, whatever thread asks. A shard that cannot be opened, or lacks a
-    buffer, adds its faults to `faults` and yields no fragments; so do elements that lie in no file, or in several. The
-    caller raises them all before it moves a byte.
+    A shard is opened on first use, once for all threads. A shard that cannot be opened or lacks a buffer adds its
+    faults to `faults` and yields nothing; so do elements that lie in no file, or in several. The caller raises all
+    faults before it moves a byte.
     """
 
     def __init__(self, layout: Layout, source: ShardSource) -> None:
@@ -78,14 +78,14 @@ class Index:
         self._opening = threading.Lock()
 
     def with_layout(self, layout: Layout) -> Index:
-        """An index of other tensors in the same shards: each shard is opened once for both, and faults are shared."""
+        """Return an index of another layout of the same shards; opened shards and faults are shared with it."""
         other = Index(layout, self._source)
         other.faults, other._opened = self.faults, self._opened
         other._failed, other._opening = self._failed, self._opening
         return other
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The buffers of a shard, opened on first use; empty when the shard is faulty."""
+        """Return the buffers of a shard, opened on first use; empty if the shard is faulty."""
         at = (family, shard)
         if at in self._opened:
             return self._opened[at]
@@ -100,7 +100,7 @@ class Index:
             return self._opened[at]
 
     def extent(self, placement: Placement, shard: int) -> Extent | None:
-        """The buffer of one shard; a shard that was opened well and lacks it is damaged."""
+        """Return the buffer of a placement in a shard; a shard that was opened but lacks it adds a fault."""
         extent = self.open(placement.family, shard).get(placement.buffer)
         if extent is None and (placement.family, shard) not in self._failed:
             fault = CheckpointDamaged.fault(
@@ -120,7 +120,7 @@ class Index:
         return tuple(self._opened)
 
     def pieces(self, placement: Placement, wanted: Region) -> Iterator[tuple[Placement, Piece]]:
-        """The pieces that together cover `wanted`, each with the part of the layout's placement that it is of."""
+        """Yield the pieces that together cover `wanted`, each with its part (tile) of the placement."""
         parts: Sequence[Placement] = placement.parts
         if len(parts) > 1:
             if placement.key not in self._tiles:
@@ -136,9 +136,9 @@ class Index:
                 yield part, piece
 
     def runs(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent, Run]]:
-        """What holds elements of `wanted`: the shard, its whole buffer, and the runs, counted in `wanted` and in that.
+        """Yield the runs of elements of `wanted`, each with its shard and the extent of the shard's whole buffer.
 
-        A run that a faulty shard should hold is left out.
+        A run counts elements from the beginning of `wanted` and of the buffer. Runs in faulty shards are left out.
         """
         placement, located = self.layout[key], 0
         for part, piece in self.pieces(placement, wanted):
@@ -156,7 +156,7 @@ class Index:
             self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
 
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent]]:
-        """The bytes that hold elements of `wanted`, each with its first element's offset in `wanted`."""
+        """Yield the bytes that hold elements of `wanted`, each with the offset of its first element in `wanted`."""
         for _, extent, run in self.runs(key, wanted):
             for at, inside, numel, _ in run.each():
                 yield at, extent.part(inside, numel)
@@ -165,19 +165,19 @@ class Index:
         fault = CheckpointDamaged.fault(
             placement.family,
             f"{placement.key}: some of its elements lie in no file, or in two",
-            "each element in one",
+            "each element in one file",
             found,
-            mend="restore the checkpoint from a copy; where it is whole, report this with its `ds-reshard inspect`",
+            mend="restore the checkpoint from a copy; if it is complete, report this with its `ds-reshard inspect`",
         )
         if fault not in self.faults:
             self.faults.append(fault)
 
 
 def extents_overlap(extents: Mapping[str, Extent]) -> list[tuple[str, str]]:
-    """Pairs of buffers of one shard whose bytes overlap; a well-formed shard has none."""
+    """Return the pairs of buffers of one shard whose bytes overlap; a well-formed shard has none."""
     spans = sorted((e.path, e.byte_offset, e.byte_offset + e.nbytes, name) for name, e in extents.items() if e.numel)
-    found = []
+    pairs = []
     for before, after in pairwise(spans):
         if before[0] == after[0] and before[2] > after[1]:
-            found.append((before[3], after[3]))
-    return found
+            pairs.append((before[3], after[3]))
+    return pairs

@@ -1,4 +1,4 @@
-"""Layout: the rule by which a format places every logical tensor; complete, small, valid by construction."""
+"""Layout: the rule that places every logical tensor; complete, small, and checked when it is made."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ds_reshard.model.region import Box, Part, Region
 class TensorKey(NamedTuple):
     """One logical tensor: a parameter (or buffer) name and a kind.
 
-    The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`. `copy` tells apart the equal
-    tensors that a target writes more than once, as each tensor-parallel rank has those that are not cut.
+    The kind is `weight`, `fp32`, or the name of an optimizer state such as `exp_avg`. `copy` numbers the equal tensors
+    that a target writes several times, as replicated tensors are written once per tensor-parallel rank.
     """
 
     name: str
@@ -38,13 +38,14 @@ class Piece(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """How a box is cut over shards, all counted in elements.
+    """How a box is cut over shards; all fields but `first`, `wide` and `step` count elements.
 
     Element x lies in shard (x + phase) // chunk + first, at (x + phase) % chunk + origin of that shard's buffer.
     A ZeRO-1/2 partition of a flat group has `phase` = the parameter's offset in the group and `chunk` =
     the partition size; a ZeRO-3 partition has `chunk` = ceil(numel / dp) and `origin` = its offset in
-    the sub-group; a whole tensor has one chunk. With `wide`, only so many shards hold `chunk` elements, and those
-    behind them one less. With `step`, the shards are first, first + step and so on, as ranks with the same experts are.
+    the sub-group; a whole tensor has one chunk. If `wide` is set, the first `wide` shards hold `chunk` elements each
+    and the others `chunk - 1`. The shards are numbered `first`, `first + step`, `first + 2 * step` and so on; a step
+    above 1 occurs for expert parameters, which every ep-th rank holds.
     """
 
     chunk: int
@@ -55,18 +56,18 @@ class Cut(NamedTuple):
     step: int = 1
 
     def pieces(self, start: int, stop: int) -> Iterator[Piece]:
-        """The pieces of elements [start, stop), in order; cost is their number."""
-        at = start
-        while at < stop:
-            shard, inside, chunk = self._place(at + self.phase)
-            end = min(stop, at + chunk - inside)
-            yield Piece(shard * self.step + self.first, at, end, inside + self.origin)
-            at = end
+        """Yield the pieces of elements [start, stop), in order; the cost is their number."""
+        begin = start
+        while begin < stop:
+            shard, inside, chunk = self._place(begin + self.phase)
+            end = min(stop, begin + chunk - inside)
+            yield Piece(shard * self.step + self.first, begin, end, inside + self.origin)
+            begin = end
 
     def piece(self, shard: int, numel: int) -> Piece | None:
-        """The piece of `shard` of a box of `numel` elements, None when it holds none."""
-        number, beside = divmod(shard - self.first, self.step)
-        if number < 0 or beside:
+        """Return the piece that `shard` holds of a box of `numel` elements, None if it holds none."""
+        number, remainder = divmod(shard - self.first, self.step)
+        if number < 0 or remainder:
             return None
         begin = number * self.chunk - self.phase
         end = begin + self.chunk
@@ -76,7 +77,7 @@ class Cut(NamedTuple):
         return Piece(shard, start, stop, start - begin + self.origin) if start < stop else None
 
     def _place(self, element: int) -> tuple[int, int, int]:
-        """The number of an element's shard, its place there, and how many that shard holds."""
+        """Return the number of an element's shard, its offset there, and how many elements the shard holds."""
         if self.wide is None or element < self.wide * self.chunk:
             return (*divmod(element, self.chunk), self.chunk)
         number, inside = divmod(element - self.wide * self.chunk, self.chunk - 1)
@@ -84,14 +85,14 @@ class Cut(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """Who holds a replica: which of the pipeline stages that have the tensor, and which of the ranks, both from 0."""
+    """The holder of a replica: its index among the pipeline stages that have the tensor, and its tp rank."""
 
     stage: int = 0
     rank: int = 0
 
 
 class Replica(NamedTuple):
-    """Another place of a tensor, which holds the same values."""
+    """A second copy of a tensor, which should hold the same values."""
 
     holder: Holder
     placement: Placement
@@ -102,12 +103,12 @@ class Placement(NamedTuple):
 
     `family` names a set of shards (the optimizer files, the model files, the ranks of a run), `buffer`
     a flat buffer that each shard of the family has; `box` is the part of the tensor that this family
-    holds. `replicated` means that every shard holds the box whole (pieces are then those of shard 0).
+    holds. `replicated` means that every shard holds the whole box (its pieces are then those of shard 0).
 
-    A tensor that lies in several boxes (tensor parallelism) has them as `tiles`, each a placement of the same tensor
-    in the same buffer, which together cover it; `box` is then all of it, and `cut` says nothing.
+    A tensor that lies in several boxes (tensor parallelism) has them as `tiles`: placements of the same tensor in the
+    same buffer, which together cover it. `box` is then the whole tensor, and `cut` is not used.
 
-    `replicas` of a saved tensor are read to be compared with it, and no plan reads them.
+    `replicas` of a saved tensor are only read to be compared with it; no plan reads them.
     """
 
     key: TensorKey
@@ -131,11 +132,11 @@ class Placement(NamedTuple):
         return self.tiles or (self,)
 
     def piece(self, shard: int) -> Piece | None:
-        """What `shard` holds of this tensor's one box."""
+        """Return the piece of the box that `shard` holds, None if it holds none; for a tensor without tiles."""
         return self.cut.piece(0 if self.replicated else shard, self.box.numel)
 
     def regions(self, shard: int) -> Iterator[tuple[Region, int]]:
-        """What `shard` holds of this tensor, box by box, with the element offset of each in its buffer."""
+        """Yield the regions of the tensor that `shard` holds, each with its element offset in the buffer."""
         for part in self.parts:
             piece = part.piece(shard)
             if piece is not None:
@@ -148,9 +149,9 @@ class Placement(NamedTuple):
 def chunked_placement(
     key: TensorKey, shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, family: str, buffer: str
 ) -> Placement:
-    """A tensor of which shard i of the family holds all of `boxes[i]`, from the beginning of its buffer.
+    """Return the placement of a tensor whose `boxes[i]` is the beginning of the buffer of shard i of the family.
 
-    ValueError unless each element lies in one box.
+    Raises ValueError unless each element lies in one box.
     """
     check_cover(boxes, shape)
     tiles = [(shard, 0, box) for shard, box in enumerate(boxes)]
@@ -164,7 +165,7 @@ Tile = tuple[int, int, Box]
 def tiled_placement(
     key: TensorKey, shape: tuple[int, ...], dtype: ElementType, tiles: Iterable[Tile], *, family: str, buffer: str
 ) -> Placement:
-    """A tensor that lies in boxes: each whole in a shard of the family, at an element of its buffer."""
+    """Return the placement of a tensor that lies in boxes, each as a whole in one shard of the family."""
     box = Box.whole(shape)
     whole = Placement(key, shape, dtype, family, buffer, Cut(chunk=max(1, box.numel)), box)
     cuts = ((Cut(chunk=max(1, box.numel), origin=origin, first=shard), box) for shard, origin, box in tiles)
@@ -172,7 +173,7 @@ def tiled_placement(
 
 
 def placement_of_parts(whole: Placement, shards: Iterable[tuple[Cut, Iterable[Part]]]) -> Placement:
-    """A tensor that lies in parts of shards, each shard cut as its `Cut` says; of one part that part's placement."""
+    """Return the placement of a tensor that lies in parts of shards; each `Cut` says how that shard is cut further."""
     tiles = tuple(
         whole._replace(box=part.box, cut=cut._replace(phase=cut.phase + part.element_offset))
         for cut, parts in shards
@@ -182,10 +183,9 @@ def placement_of_parts(whole: Placement, shards: Iterable[tuple[Cut, Iterable[Pa
 
 
 class Tiles:
-    """The tiles of a tensor, two or more, in the order of the axis along which it is cut into most of them.
+    """The tiles of a tensor (at least two), sorted along the axis that is cut most often.
 
-    Those that a region meets are then found without a look at all others; of tiles that are cut along that axis alone
-    the cost is their number, and the logarithm of that of all.
+    `candidates` finds the tiles that may overlap a region by bisection, without looking at all tiles.
     """
 
     def __init__(self, tiles: Sequence[Placement]) -> None:
@@ -196,13 +196,13 @@ class Tiles:
         self._begins, self._ends = offsets, list(accumulate(map(sum, zip(offsets, sizes, strict=True)), max))
 
     def candidates(self, wanted: Region) -> Sequence[Placement]:
-        """The tiles that may have elements of a region."""
+        """Return the tiles that may have elements of a region."""
         begin, end = wanted.extent(self._axis)
         return self._tiles[bisect_right(self._ends, begin) : bisect_left(self._begins, end)]
 
 
 def check_cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
-    """ValueError unless each element of a tensor of this shape lies in one box."""
+    """Raise ValueError unless each element of a tensor of this shape lies in exactly one box."""
     for box in boxes:
         if any(at + size > end for at, size, end in zip(box.offset, box.size, shape, strict=True)):
             raise ValueError(f"a box at {box.offset} of size {box.size} leaves the tensor's shape {shape}")
@@ -211,10 +211,10 @@ def check_cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> None:
     axis = max(range(len(shape)), key=lambda axis: len({box.offset[axis] for box in boxes}), default=0)
     open_boxes: list[Box] = []
     for box in sorted(boxes, key=lambda box: box.offset[axis : axis + 1]):
-        open_boxes = [one for one in open_boxes if one.offset[axis] + one.size[axis] > box.offset[axis]]
-        for one in open_boxes:
-            if one.intersects(box):
-                raise ValueError(f"boxes at {one.offset} and {box.offset} overlap")
+        open_boxes = [other for other in open_boxes if other.offset[axis] + other.size[axis] > box.offset[axis]]
+        for other in open_boxes:
+            if other.intersects(box):
+                raise ValueError(f"boxes at {other.offset} and {box.offset} overlap")
         open_boxes.append(box)
 
 
@@ -234,11 +234,11 @@ class Layout:
         by_buffer, kinds = self._by_buffer, self._kinds
         for key, placement in self.placements.items():
             name, kind, _ = key
-            place = placement.family, placement.buffer
-            if place in by_buffer:
-                by_buffer[place] += placement.tiles or (placement,)
+            buffer_key = placement.family, placement.buffer
+            if buffer_key in by_buffer:
+                by_buffer[buffer_key] += placement.tiles or (placement,)
             else:
-                by_buffer[place] = list(placement.tiles or (placement,))
+                by_buffer[buffer_key] = list(placement.tiles or (placement,))
                 self._buffers.setdefault(placement.family, []).append(placement.buffer)
             if name in kinds:
                 kinds[name].append(kind)
@@ -251,13 +251,13 @@ class Layout:
             by_first: dict[tuple[int, int], list[Placement]] = {}
             for member in members:
                 by_first.setdefault((member.cut.first, member.cut.step), []).append(member)
-            for together in by_first.values():
-                self._check(family, buffer, together)
+            for members_of_first in by_first.values():
+                self._check(family, buffer, members_of_first)
 
     def __reduce__(self) -> tuple[Callable[..., Layout], tuple[object, ...]]:
-        """As columns: a pickle of many placements is then one of few objects, and small."""
-        rows = [(*one.key, *one[1:]) for one in self.placements.values()]
-        return _layout_of, (self.shards, *([row[at] for row in rows] for at in range(_COLUMNS)))
+        """Pickle as columns: many placements are then few objects, and the pickle is small."""
+        rows = [(*placement.key, *placement[1:]) for placement in self.placements.values()]
+        return _layout_of, (self.shards, *([row[column] for row in rows] for column in range(_COLUMNS)))
 
     def __getitem__(self, key: TensorKey) -> Placement:
         return self.placements[key]
@@ -266,22 +266,22 @@ class Layout:
         return key in self.placements
 
     def replicas(self) -> dict[Holder, Layout]:
-        """What each other holder has: a layout of the same tensors, in its places."""
-        found: dict[Holder, dict[TensorKey, Placement]] = {}
+        """Return the layout of each holder's replicas."""
+        by_holder: dict[Holder, dict[TensorKey, Placement]] = {}
         for key, placement in self.placements.items():
             for holder, replica in placement.replicas:
-                found.setdefault(holder, {})[key] = replica
-        return {holder: Layout(placements, self.shards) for holder, placements in sorted(found.items())}
+                by_holder.setdefault(holder, {})[key] = replica
+        return {holder: Layout(placements, self.shards) for holder, placements in sorted(by_holder.items())}
 
     def kinds(self, name: str) -> list[str]:
         return list(dict.fromkeys(self._kinds.get(name, ())))
 
     def in_buffer(self, family: str, buffer: str) -> list[Placement]:
-        """The placements of one buffer, those of tiles for the tensor, in the order in which they were declared."""
+        """Return the placements of one buffer in the order of their declaration; tiles stand for their tensor."""
         return self._by_buffer.get((family, buffer), [])
 
     def pieces(self, family: str, buffer: str, shard: int) -> Iterator[tuple[Placement, Piece]]:
-        """The placements of one buffer that `shard` holds a piece of, with it."""
+        """Yield the placements of one buffer that `shard` holds a piece of, each with its piece."""
         for placement in self.in_buffer(family, buffer):
             piece = placement.piece(shard)
             if piece is not None:
@@ -293,12 +293,12 @@ class Layout:
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
         filled = [member for member in members if member.numel]
         for before, after in pairwise(sorted(filled, key=_begin)):
-            cut, behind = before.cut, after.cut
-            if (cut.origin, cut.chunk) == (behind.origin, behind.chunk):
-                apart = cut.phase + before.numel <= behind.phase
+            cut, after_cut = before.cut, after.cut
+            if (cut.origin, cut.chunk) == (after_cut.origin, after_cut.chunk):
+                disjoint = cut.phase + before.numel <= after_cut.phase
             else:
-                apart = cut.origin + min(cut.chunk, cut.phase + before.numel) <= behind.origin
-            if not apart:
+                disjoint = cut.origin + min(cut.chunk, cut.phase + before.numel) <= after_cut.origin
+            if not disjoint:
                 raise ValueError(f"buffer {buffer}: {before.key} and {after.key} overlap")
         self._check_fit(family, buffer, filled)
 
@@ -324,14 +324,11 @@ def _layout_of(
     copies: Sequence[int],
     *columns: Sequence[object],
 ) -> Layout:
-    """The layout of placements as columns."""
+    """Return the layout of placements that are given as columns."""
     keys = list(map(TensorKey, names, kinds, copies))
     return Layout(dict(zip(keys, map(Placement._make, zip(keys, *columns, strict=True)), strict=True)), shards)
 
 
 def _begin(placement: Placement) -> tuple[int, int]:
-    """Where a box begins: the first element of its tensor's buffer in each shard, and how far it is behind that.
-
-    Of a flat buffer, whose shards hold one after another, the first is that of the buffer.
-    """
+    """Return a sort key for boxes of one buffer: the offset in each shard, then the offset in the flat buffer."""
     return placement.cut.origin, placement.cut.phase

@@ -1,9 +1,9 @@
-"""What a load asks of a run, as plain values: of a run that goes on, or of one that is still to be started.
+"""All that a load needs to know of a run, as plain values: of a live run, or of one that preflight plans.
 
-A host reads its engine once to make one, or computes it from a configuration; nothing that decides reads anything else
-of a framework. The memory of a run has names: "module/NAME" is a tensor of its module, "frozen/NAME" the part that a
-rank keeps of a frozen parameter, "fp32/N" and "weight/N" are the masters and the weights of flat buffer N, "exp_avg/N"
-a state beside them. Tensors are looked up by these names when bytes move, and not before.
+A host makes a LiveRun from its engine, or computes it from a configuration; the decisions of a load read nothing else
+of a framework. The memory of a run has names: "module/NAME" is a tensor of its module, "frozen/NAME" this rank's
+partition of a frozen parameter, "fp32/N" and "weight/N" are the masters and weights of flat buffer N, "exp_avg/N" is
+a state of that buffer. Tensors are looked up by these names only when bytes move.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ds_reshard.model.region import Part, Shape
 
 
 class LocalShard(NamedTuple):
-    """What this rank has of a whole tensor: all of it, or parts of it that lie in its own."""
+    """This rank's shard of a tensor: its shape, and the parts of the tensor in it, or that it is the `whole` tensor."""
 
     shape: Shape
     parts: tuple[Part, ...]
@@ -28,9 +28,9 @@ class LocalShard(NamedTuple):
 class LiveTensor:
     """A parameter or a buffer of a rank's module, and its shape before data-parallel ranks partition it.
 
-    `names` are those of a parameter, none of a buffer; `entries` are those that the module's state dict has for it.
-    `dtype` is the type of what this rank keeps, None for a type without a name: of a part if the tensor is
-    `partitioned`, which is nothing without its scale if it is `quantized`.
+    `names` are the names of a parameter; a buffer has none. `entries` are its names in the module's state dict. `dtype`
+    is the type in which this rank keeps it, None for a type without a name. The rank keeps only a partition if the
+    tensor is `partitioned`, and its values need a scale if it is `quantized`.
     """
 
     names: tuple[str, ...]
@@ -49,32 +49,33 @@ Unloaded = tuple[object, frozenset[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModule:
-    """The module of one rank: its tensors, by the names that they have in the whole model.
+    """The module of one rank; all names are those of the whole model.
 
-    `names` are all entries of its state dict, `others` the shapes of those that are not read as tensors. `unloaded` are
-    entries that no module loads, `extra` those of modules that load an extra state. `loads_itself` says that some
-    module takes part in loading; `versioned` are those that do so by the version of what was saved.
+    `names` are all entries of its state dict, `other_shapes` the shapes of entries that are not read as tensors.
+    `unloaded` are entries that no module loads, `extra_state_entries` those that modules load by `set_extra_state`.
+    `has_load_hooks` is true if some module takes part in loading; `versioned` maps the modules that load according to
+    the saved version to their version.
     """
 
     tensors: tuple[LiveTensor, ...]
     names: frozenset[str]
     other_shapes: Mapping[str, Shape] = field(default_factory=dict)
     unloaded: Mapping[str, Unloaded] = field(default_factory=dict)
-    extra_state_modules: tuple[str, ...] = ()
+    extra_state_entries: tuple[str, ...] = ()
     has_load_hooks: bool = False
     versioned: Mapping[str, int] = field(default_factory=dict)
 
     def parameters(self) -> dict[str, LiveTensor]:
-        """The parameters, by their first names."""
-        return {one.names[0]: one for one in self.tensors if one.names}
+        """Return the parameters by their first names."""
+        return {tensor.names[0]: tensor for tensor in self.tensors if tensor.names}
 
     def shapes(self) -> dict[str, Shape]:
-        """The shapes of the parameters, by their first names."""
-        return {one.names[0]: one.shape for one in self.tensors if one.names}
+        """Return the shapes of the parameters by their first names."""
+        return {tensor.names[0]: tensor.shape for tensor in self.tensors if tensor.names}
 
 
 class Buffer(Protocol):
-    """What any host's flat buffer has: the parameters in it, and its number and param group."""
+    """The part of a host's flat buffer that every host has: the parameters in it, and its param group."""
 
     @property
     def shapes(self) -> Mapping[str, Shape]: ...
@@ -87,16 +88,15 @@ B = TypeVar("B", bound=Buffer)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptimizer(Generic[B]):
-    """An optimizer in whatever wrapper, seen alike.
+    """An optimizer, described alike for every wrapper.
 
-    `kind` names the wrapper; `rank` of `dp` share the buffers, and one rank has all where each holds all (stage 0).
-    `groups` are the param groups as a state dict has them, `order` the trainable parameters of each in the order in
-    which the script gave them. `name` is the class of what steps, `known` are the values that its groups know;
-    `decoupled` says whether weight decay is apart from the gradient, None if any group may say it; `states` are those
-    that a fresh one keeps, and whether each has its parameter's shape, None if that is unknown. `entries` are those of
-    its state dict if its class makes one of its own. `elsewhere` counts the
-    buffers, of all, whose states lie where no save looks. `scaler` scales the loss, `computes_norm` says whether
-    gradients can be clipped.
+    `kind` names the wrapper. This is `rank` of `dp` ranks that share the buffers; at stage 0, rank 0 of 1. `groups`
+    are the param groups as in a state dict, `order` has the trainable parameters of each in the order of the script.
+    `name` is the class of the inner optimizer, `group_keys` are the keys of its param groups. `decoupled` says whether
+    weight decay is decoupled from the gradient, None if each group decides. `states` maps the states that a new
+    optimizer keeps to whether they have their parameter's shape, None if that is unknown. `entries` are the keys of its
+    state dict if its class defines one. `unsaved_states` is the number of buffers whose states no save contains, and
+    the number of all buffers. `scaler` is the loss scaler, `computes_norm` is true if gradients can be clipped.
     """
 
     kind: str
@@ -120,16 +120,16 @@ class LiveOptimizer(Generic[B]):
         return self.stage == 0
 
     def members(self, group: int) -> list[str]:
-        """The parameters of a param group, as its buffers have them."""
+        """Return the parameters of a param group in the order of its buffers."""
         return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveRun(Generic[B]):
-    """One rank of a run: its place among the ranks that share its data, its module, its optimizer and its schedule.
+    """One rank of a run: its data-parallel rank of so many, its module, optimizer and scheduler.
 
-    `features` are names of what only the framework's own load can handle. `shares` are the parts of whole tensors that
-    the rank has, of parameters that themselves say so.
+    `features` are the names of features that only the framework's own load supports. `local_shards` are this rank's
+    shards of the parameters that know of what tensor they are a shard.
     """
 
     data_rank: int

@@ -1,4 +1,4 @@
-"""How deep a value nests and how large it is, without recursion and with every shared part visited once."""
+"""Measure how deep a value nests and how large it is, without recursion; each shared part is visited once."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ _UNITS = frozenset({float, bool, type(None), complex, slice, range})
 LEAVES = _UNITS | {str, int, bytes, bytearray, GlobalName, StorageRecord, TensorRecord}
 """Types whose values have no values inside."""
 
-_NDIM = 64  # of a tensor, at most; counting more of them anew wherever they are shared would not be linear
-_WRITTEN_OUT = 1 << 20  # references that are looked at without asking whether they are shared
+_NDIM = 64  # the most dimensions of a tensor; longer sizes are counted once, so that the walk stays linear
+_WRITTEN_OUT = 1 << 20  # the most references that are counted without asking whether they are shared
 _SEQUENCES = frozenset({list, tuple, SizeRecord})
 _LIGHT = _UNITS | _SEQUENCES | {str, int, dict, ObjectRecord}
 
 
 def children(value: object) -> Iterator[object]:
-    """The values directly inside `value`, in the order in which they are rebuilt; none inside a leaf.
+    """Return the values directly inside `value`, in the order in which they are rebuilt; a leaf has none.
 
-    What an ObjectRecord was called with and what was set on it are its children, not the tuples and lists
-    between.
+    The children of an ObjectRecord are its arguments, items and state, not the tuples and lists that hold these.
     """
     if isinstance(value, (list, tuple, set, frozenset)):
         return iter(value)
@@ -36,21 +35,21 @@ def children(value: object) -> Iterator[object]:
 
 
 def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
-    """What is too much of `value`, None where nothing is: values inside each other, or parts in all.
+    """Return how `value` exceeds the greatest depth or number of parts, as a text; None if it does not.
 
-    A part counts as often as it is reached: whoever writes the value out meets it that often, and forty pairs of
-    pairs are a million million. Long texts count by their length, and an object is one part of what holds it: it is
-    told by its class. The sizes of the parts are kept, so the walk is linear. A cycle counts once around.
+    A part counts as often as it is reached, as code that writes the value out meets it that often (forty nested pairs
+    of the same value are 10**12 parts). Long texts count by their length; an object counts as one part of its holder,
+    as it is written as its class. The sizes of parts are remembered, so the walk is linear. A cycle counts once.
     """
     if type(value) in LEAVES or _surely_within(value, depth, parts >> 4):
         return None
-    known: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
+    measured: dict[int, tuple[int, int]] = {id(value): (0, 0)}  # height and size; of a part being walked, none yet
     path: list[tuple[object, Iterator[object]]] = [(value, children(value))]
-    reached = [(1, 1)]
+    totals = [(1, 1)]
     while path:
         if len(path) > depth:
             return f"nests deeper than {depth} levels"
-        height, size = reached[-1]
+        height, size = totals[-1]
         for child in path[-1][1]:
             kind = type(child)
             if kind is str:
@@ -63,33 +62,31 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
                 height, size = max(height, 2), size + 1 + sum(map(_weight, child))
                 continue
             key = id(child)
-            below = known.get(key)
-            if below is None:
-                known[key] = (0, 0)
-                reached[-1] = (height, size)
+            inner = measured.get(key)
+            if inner is None:
+                measured[key] = (0, 0)
+                totals[-1] = (height, size)
                 path.append((child, children(child)))
-                reached.append((1, 1))
+                totals.append((1, 1))
                 break
-            height, size = max(height, below[0] + 1), size + below[1]
-            if len(path) + below[0] > depth:
+            height, size = max(height, inner[0] + 1), size + inner[1]
+            if len(path) + inner[0] > depth:
                 return f"nests deeper than {depth} levels"
         else:
             if size > parts:
                 return f"has more than {parts} parts, where those that are shared count as often as they are used"
             part = path.pop()[0]
-            told = 1 if isinstance(part, ObjectRecord) else size
-            known[id(part)] = height, told
-            reached.pop()
-            if reached:
-                above = reached[-1]
-                reached[-1] = max(above[0], height + 1), above[1] + told
+            counted = 1 if isinstance(part, ObjectRecord) else size
+            measured[id(part)] = height, counted
+            totals.pop()
+            if totals:
+                outer = totals[-1]
+                totals[-1] = max(outer[0], height + 1), outer[1] + counted
     return None
 
 
 def _surely_within(value: object, depth: int, parts: int) -> bool:
-    """Whether the value is within the bounds however often its parts are shared: looked at level by level, each part
-    as often as it is reached. What nobody shares much is done with that in half the time.
-    """
+    """True if the value is within the bounds with each part counted as often as it is reached: a fast first try."""
     level, room = [value], min(parts, _WRITTEN_OUT)
     for _ in range(depth):
         inner: list[object] = []
@@ -113,7 +110,7 @@ def _surely_within(value: object, depth: int, parts: int) -> bool:
 
 
 def _weight(value: object) -> int:
-    """How much of the bound a leaf takes."""
+    """Return the number of parts that a leaf counts for."""
     if isinstance(value, int):
         return 1 + value.bit_length() // 32
     if isinstance(value, (bytes, bytearray)):

@@ -1,4 +1,4 @@
-"""Element types, and what pickles hold as inert records: names, objects, storages and tensors; nothing is imported."""
+"""Element types, and inert records of the names, objects, storages and tensors in pickles; nothing is imported."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ElementType(enum.Enum):
 
     @classmethod
     def named(cls, label: str) -> ElementType:
-        """The type that torch calls `label`, for example "bfloat16"; KeyError when there is none."""
+        """Return the type that torch calls `label`, for example "bfloat16"; KeyError if there is none."""
         return _BY_LABEL[label]
 
     @classmethod
@@ -64,9 +64,9 @@ class GlobalName:
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class ObjectRecord:
-    """An object that a pickle wanted built: which callable, with what, and what was set on it.
+    """An object that a pickle builds: the callable, its arguments, and the state and items set on the result.
 
-    Mutable because pickles build objects in steps (state and items come after the call).
+    It is mutable because pickles build objects in steps (state and items come after the call).
     """
 
     callable: GlobalName
@@ -83,17 +83,17 @@ class ObjectRecord:
 
 
 class SizeRecord(tuple[int, ...]):
-    """A `torch.Size`: a tuple in every respect, told apart so that it comes back as what it was."""
+    """A `torch.Size`: a tuple of a class of its own, so that it can be rebuilt as a `torch.Size`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StorageRecord:
-    """A flat storage: where its bytes lie in the file.
+    """A flat storage of `numel` elements, and where its bytes lie in a file.
 
-    `byte_offset` and `nbytes` are of the record in the file, `numel` elements of `dtype`; `crc32` is the
-    record's checksum in the archive's directory, None when the writer recorded none.
+    `byte_offset` and `nbytes` are those of its record in the file; `crc32` is the record's checksum in the archive's
+    directory, None if the writer recorded none.
     """
 
     path: str
@@ -105,7 +105,7 @@ class StorageRecord:
     crc32: int | None
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Without the states of slotted dataclasses, which pickle takes field by field: there may be many."""
+        """Pickle as a call: the default of slotted dataclasses is slower, and there may be many records."""
         fields = (self.path, self.key, self.dtype, self.numel, self.byte_offset, self.nbytes, self.crc32)
         return StorageRecord, fields
 
@@ -138,12 +138,12 @@ class TensorRecord:
 
     @property
     def byte_offset(self) -> int:
-        """Where the first element lies in the file."""
+        """The offset of the first element in the file."""
         return self.storage.byte_offset + self.element_offset * self.dtype.itemsize
 
     @property
     def contiguous(self) -> bool:
-        """Whether the elements lie row-major without gaps."""
+        """True if the elements lie row-major without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected and self.numel:
@@ -152,7 +152,7 @@ class TensorRecord:
         return True
 
     def first_offsets(self, most: int) -> list[int]:
-        """How many elements behind the first the first ones lie, row-major."""
+        """Return the offsets of the first `most` elements (row-major order) from the first one, in the storage."""
         offsets = [0] * min(most, self.numel)
         for number in range(len(offsets)):
             left = number
@@ -163,7 +163,7 @@ class TensorRecord:
 
 
 def new_tensor(buffer: str, shape: tuple[int, ...], dtype: ElementType, *, requires_grad: bool = False) -> TensorRecord:
-    """A row-major tensor whose bytes will come: its storage has the buffer's name, and no path."""
+    """Return a row-major tensor that is still to be written: its storage has the buffer's name as key, and no path."""
     numel = prod(shape)
     storage = StorageRecord(
         path="", key=buffer, dtype=dtype, numel=numel, byte_offset=0, nbytes=numel * dtype.itemsize, crc32=None

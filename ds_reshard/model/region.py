@@ -1,4 +1,4 @@
-"""The one region type: a span of an n-dimensional box of a logical tensor."""
+"""Regions: spans of an n-dimensional box of a logical tensor. There is no other region type."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Box:
         object.__setattr__(self, "numel", prod(self.size))
 
     def intersects(self, other: Box) -> bool:
-        """Whether they share an element."""
+        """True if the boxes share an element."""
         return all(
             max(a, b) < min(a + s, b + t)
             for a, s, b, t in zip(self.offset, self.size, other.offset, other.size, strict=True)
@@ -36,20 +36,20 @@ class Box:
     @classmethod
     @lru_cache(maxsize=1 << 12)
     def whole(cls, shape: Shape) -> Box:
-        """The box of all of a tensor; tensors of one shape have one."""
+        """Return the box of a whole tensor; tensors of one shape share the object."""
         return cls(offset=(0,) * len(shape), size=tuple(shape))
 
     @classmethod
     def along(cls, shape: Shape, dim: int, first: int, size: int) -> Box:
-        """Indices [first, first + size) along a dimension, of all others all."""
+        """Return the box of indices [first, first + size) along `dim`, and of all indices along the others."""
         offset = tuple(first if axis == dim else 0 for axis in range(len(shape)))
         return cls(offset=offset, size=(*shape[:dim], size, *shape[dim + 1 :]))
 
     @classmethod
     def chunk(cls, shape: Shape, dim: int, number: int, count: int) -> Box:
-        """One of `count` chunks of a dimension as torch.chunk cuts it: ceil(n / count) each, the last less or none."""
+        """Return chunk `number` of `count` along `dim`, as torch.chunk cuts: ceil(n / count) rows, the last fewer."""
         rows = -(-shape[dim] // count)
-        first, stop = (min(shape[dim], at * rows) for at in (number, number + 1))
+        first, stop = (min(shape[dim], index * rows) for index in (number, number + 1))
         return cls.along(shape, dim, first, stop - first)
 
 
@@ -74,7 +74,7 @@ class Region:
         return self.stop - self.start
 
     def extent(self, axis: int) -> tuple[int, int]:
-        """The least half-open interval of indices along an axis of the tensor that has all of the elements."""
+        """Return the smallest half-open interval of indices along an axis that contains all elements of the region."""
         offset, size = self.box.offset[axis], self.box.size[axis]
         if self.start == self.stop:
             return offset, offset
@@ -86,7 +86,7 @@ class Region:
 
 
 class Rows(NamedTuple):
-    """`times` runs of one length, each so many elements behind the one before it in two places."""
+    """`times` runs of equal length at equal distances: so many elements apart in a first place and in a second."""
 
     times: int
     first_step: int
@@ -94,9 +94,9 @@ class Rows(NamedTuple):
 
 
 class Run(NamedTuple):
-    """`numel` elements that lie together in two regions, counted from the first element of each.
+    """`numel` elements that lie together in two regions; the offsets count from the first element of each region.
 
-    With `rows`, at most two and the outer ones first, as many elements for each row.
+    With `rows` (at most two, the outer ones first) there are `numel` elements in each row.
     """
 
     first_offset: int
@@ -106,11 +106,11 @@ class Run(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Elements of all rows."""
+        """The number of elements in all rows."""
         return self.numel * prod(row.times for row in self.rows)
 
     def each(self) -> Iterator[Run]:
-        """The runs of all rows, one by one."""
+        """Yield the runs of all rows one by one, without rows."""
         if not self.rows:
             yield self
             return
@@ -122,19 +122,19 @@ class Run(NamedTuple):
 
 
 def overlap(first: Region, second: Region) -> Iterator[Run]:
-    """Yield the elements that both regions hold, in the order in which they begin in `first`.
+    """Yield the elements that both regions hold as runs, ordered by their offset in `first`.
 
-    Regions of one box overlap in at most one run, found in constant time, and so do those of boxes that differ along
-    the first axis alone. Regions of other boxes are cut into boxes (at most 2 * ndim - 1 each) that are intersected:
-    what two of them share is one run with rows, a row being all that lies together in both; several where the boxes
-    differ along more than three axes. Runs that follow each other in both storages are joined.
+    Regions of one box, or of boxes that differ only along the first axis, overlap in at most one run, found in constant
+    time. Other regions are cut into boxes (at most 2 * ndim - 1 each), which are intersected. Two boxes share one run
+    with rows, a row being the elements that lie together in both; they share several if they differ along more than
+    three axes. Runs that follow each other in both storages are joined.
     """
     if first.box.offset[1:] == second.box.offset[1:] and first.box.size[1:] == second.box.size[1:]:
         row = prod(first.box.size[1:])
-        one, other = (sum(region.box.offset[:1]) * row + region.start for region in (first, second))
-        start, stop = max(one, other), min(one + first.numel, other + second.numel)
+        first_begin, second_begin = (sum(region.box.offset[:1]) * row + region.start for region in (first, second))
+        start, stop = max(first_begin, second_begin), min(first_begin + first.numel, second_begin + second.numel)
         if start < stop:
-            yield Run(first_offset=start - one, second_offset=start - other, numel=stop - start)
+            yield Run(first_offset=start - first_begin, second_offset=start - second_begin, numel=stop - start)
         return
     pending: Run | None = None
     for run in sorted(_different_boxes(first, second)):
@@ -154,9 +154,9 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
 
 
 def box_region(shape: Shape, box: Box) -> Region:
-    """All of a box of a tensor: as a span of the whole tensor where its elements lie together in it.
+    """Return a box as a region: a span of the whole tensor if its elements lie together there, else of the box.
 
-    A shard by rows then meets partitions of the flat tensor in one run, whatever the number of its rows.
+    A shard by rows then shares one run with a partition of the flat tensor, whatever the number of its rows.
     """
     lead = next((axis for axis, size in enumerate(box.size) if size != 1), len(shape))
     if box.size[lead + 1 :] != shape[lead + 1 :]:
@@ -168,16 +168,16 @@ def box_region(shape: Shape, box: Box) -> Region:
 
 
 class Part(NamedTuple):
-    """A box of a whole tensor that lies row-major in one shard of it, from the shard's element `at` on."""
+    """A box of a whole tensor that lies row-major in a shard of it, from element `element_offset` of the shard on."""
 
     box: Box
     element_offset: int
 
 
 def parts_of(whole: Box, inside: Box, shard: Shape) -> Iterator[Part]:
-    """The parts of a box of a tensor that lie together in a shard of this shape, in which it is the box `inside`.
+    """Yield the parts of box `whole` of a tensor that lie together in a shard of shape `shard`, there the box `inside`.
 
-    That is all of it, or a part for each index along the axes before the last one of which the shard has more.
+    That is one part, or one for each index along the axes before the last one along which the shard is larger.
     """
     last = max((axis for axis, size in enumerate(shard) if size != inside.size[axis]), default=0)
     steps = [prod(shard[axis + 1 :]) for axis in range(len(shard))]
@@ -188,15 +188,18 @@ def parts_of(whole: Box, inside: Box, shard: Shape) -> Iterator[Part]:
 
 
 def regions_of(shape: Shape, parts: Sequence[Part], start: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Elements [start, stop) of a shard of these parts as regions of a tensor of this shape.
+    """Yield elements [start, stop) of a shard that consists of `parts` as regions of a tensor of this shape.
 
-    Each with its first element's place from `start` on.
+    Each region comes with the offset of its first element from `start`.
     """
-    for box, at in parts:
-        first, last = max(at, start), min(at + box.numel, stop)
+    for box, offset in parts:
+        first, last = max(offset, start), min(offset + box.numel, stop)
         if first < last:
             whole = last - first == box.numel
-            yield box_region(shape, box) if whole else Region(box=box, start=first - at, stop=last - at), first - start
+            yield (
+                box_region(shape, box) if whole else Region(box=box, start=first - offset, stop=last - offset),
+                first - start,
+            )
 
 
 def boxes(region: Region) -> Iterator[Box]:
@@ -236,11 +239,11 @@ def _nested(index: int, size: Shape, start: int, stop: int) -> Iterator[tuple[Sh
 
 def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
     others = list(boxes(second))
-    for one in boxes(first):
+    for box in boxes(first):
         for other in others:
-            low = tuple(max(a, b) for a, b in zip(one.offset, other.offset, strict=True))
+            low = tuple(max(a, b) for a, b in zip(box.offset, other.offset, strict=True))
             high = tuple(
-                min(a + s, b + t) for a, s, b, t in zip(one.offset, one.size, other.offset, other.size, strict=True)
+                min(a + s, b + t) for a, s, b, t in zip(box.offset, box.size, other.offset, other.size, strict=True)
             )
             if any(a >= b for a, b in zip(low, high, strict=True)):
                 continue
@@ -260,7 +263,7 @@ def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
 
 
 def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:
-    """The run with the rows of these axes: axes of which one continues the other are one."""
+    """Yield the run with a row per index of these axes; axes at equal distances are joined, two remain as rows."""
     rows: list[Rows] = []
     for inner in reversed(axes):
         last = rows[-1] if rows else None
@@ -268,13 +271,13 @@ def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:
             rows[-1] = last._replace(times=inner.times * last.times)
         else:
             rows.append(inner)
-    outer, kept = rows[:1:-1], tuple(reversed(rows[:2]))
-    for one in run._replace(rows=tuple(outer)).each():
-        yield one._replace(rows=kept)
+    outer, inner_rows = rows[:1:-1], tuple(reversed(rows[:2]))
+    for part in run._replace(rows=tuple(outer)).each():
+        yield part._replace(rows=inner_rows)
 
 
 def _row_axis(first: Box, second: Box, low: Shape, high: Shape) -> int:
-    """The axis along which elements of [low, high) lie together in both boxes: behind it all three are the same."""
+    """Return the first axis from which elements of [low, high) lie together: both boxes are equal behind it."""
     axis = max(0, len(low) - 1)
     while axis and (low[axis], high[axis] - low[axis]) == (first.offset[axis], first.size[axis]) == (
         second.offset[axis],

@@ -1,4 +1,4 @@
-"""What the tools tell, as plain values that can be printed, drawn or written as JSON."""
+"""The answers of the tools, as plain values that can be printed, drawn or written as JSON."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateEntry:
-    """An optimizer state: its kind and element types; `scalar` where one value serves a whole partition."""
+    """An optimizer state: its kind and element types; `scalar` is true if one value holds for a whole partition."""
 
     kind: str
     dtypes: tuple[str, ...]
@@ -40,21 +40,22 @@ class StateEntry:
 def states_of(
     tensors: Iterable[tuple[str, ElementType]], scalars: Iterable[Mapping[str, object]]
 ) -> tuple[StateEntry, ...]:
-    """Of the kind and type of each tensor that is a state, and the single values of each parameter by kind."""
-    found: dict[tuple[str, bool], set[str]] = {}
+    """Return the optimizer states; `tensors` are their kinds and types, `scalars` the scalar states per parameter."""
+    labels_by_state: dict[tuple[str, bool], set[str]] = {}
     for kind, dtype in tensors:
-        found.setdefault((kind, False), set()).add(dtype.label)
+        labels_by_state.setdefault((kind, False), set()).add(dtype.label)
     for kind, value in (pair for values in scalars for pair in values.items()):
         label = value.dtype.label if isinstance(value, ScalarTensor | TensorRecord) else type(value).__name__
-        found.setdefault((kind, True), set()).add(label)
+        labels_by_state.setdefault((kind, True), set()).add(label)
     return tuple(
-        StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar) for (kind, scalar), labels in found.items()
+        StateEntry(kind=kind, dtypes=tuple(sorted(labels)), scalar=scalar)
+        for (kind, scalar), labels in labels_by_state.items()
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEntry:
-    """A param group. `numel` counts its elements, None where the checkpoint names no members."""
+    """A param group. `numel` counts its elements, None if the checkpoint names no members."""
 
     number: int
     members: int
@@ -64,10 +65,10 @@ class GroupEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterEntry:
-    """A parameter or buffer; `role` is "trainable", "frozen", "buffer", or "parameter" where the files do not tell.
+    """A parameter or buffer; `role` is "trainable", "frozen", "buffer", or "parameter" if the files do not tell.
 
-    `tied_to` is the name under which its values are also saved; `group` the param group that trains it; `division` how
-    tensor-parallel ranks had divided it, and what says so.
+    `tied_to` is the other name under which its values are saved; `group` the param group that trains it; `division`
+    says how tensor-parallel ranks divided it, and from which source this is known.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """How the flat buffers were made; None where the files do not tell.
+    """How the flat buffers are arranged; a field is None if the files do not tell.
 
     `buffers` counts the flat buffers of a rank (param groups, or sub-groups at stage 3).
     """
@@ -109,11 +110,11 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inspection:
-    """What the files of one checkpoint tell, without their tensors' bytes, and every fault found in them.
+    """The answer of `inspect`: all that the files of a checkpoint tell without their tensors' bytes, and every fault.
 
-    What could not be read is None or empty; `version` is that of `writer`. `bytes_read` is what this process asked of
-    the system meanwhile, None where the system does not count it. `pickles` counts those that were read,
-    `pickles_unread` the files that could not be read to their end. `notes` tell what is no fault.
+    A field is None or empty if it could not be read; `version` is that of `writer`. `bytes_read` is the number of bytes
+    that this process read meanwhile, None if the system does not count them. `pickles` counts the pickles that were
+    read, `pickles_unread` the files that could not be read to their end. `notes` are remarks that are not faults.
     """
 
     format: str
@@ -142,12 +143,12 @@ class Inspection:
 
     @property
     def total_nbytes(self) -> int:
-        """Bytes on disk, of every file in the folder."""
+        """The size of all files in the folder, in bytes."""
         return sum(file.nbytes for file in self.files)
 
     @property
     def counts(self) -> dict[str, dict[str, int]]:
-        """Tensors and elements of each role; tied names count once."""
+        """The number of tensors and elements of each role; tied names count once."""
         counts: dict[str, dict[str, int]] = {}
         for entry in self.parameters:
             if entry.tied_to is None:
@@ -157,13 +158,13 @@ class Inspection:
         return counts
 
     def to_json(self) -> dict[str, object]:
-        """The same as JSON values: dicts, lists, text and numbers only."""
+        """Return the report as JSON values: dicts, lists, text and numbers only."""
         return {**_fields(self), "counts": self.counts, "total_nbytes": self.total_nbytes}
 
 
-def _fields(told: DataclassInstance) -> dict[str, object]:
-    """The fields of a report as JSON values; NaN and infinities as text."""
-    return {field.name: _json(getattr(told, field.name)) for field in fields(told)}
+def _fields(report: DataclassInstance) -> dict[str, object]:
+    """Return the fields of a report as JSON values; NaN and infinities as text."""
+    return {field.name: _json(getattr(report, field.name)) for field in fields(report)}
 
 
 def _json(value: object) -> object:
@@ -182,7 +183,7 @@ def _json(value: object) -> object:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFingerprint:
-    """One logical tensor; `fingerprint` is 16 hexadecimal digits, None where its bytes could not be verified."""
+    """One logical tensor; `fingerprint` is 16 hexadecimal digits, None if its bytes could not be verified."""
 
     name: str
     kind: str
@@ -193,7 +194,7 @@ class TensorFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fingerprinted:
-    """All logical tensors of one checkpoint, in order of name and kind; `notes` say what is not among them."""
+    """The fingerprints of all logical tensors of a checkpoint, by name and kind; `notes` list what is left out."""
 
     folder: str
     tensors: tuple[TensorFingerprint, ...]
@@ -210,7 +211,7 @@ class Fingerprinted:
 class UnitPlan:
     """The files of one target rank (or of one part of a universal checkpoint), which are written together.
 
-    `reads` gives the bytes that are read from each source file, headers apart.
+    `reads` maps each source file to the number of bytes read from it, without its header.
     """
 
     family: str
@@ -230,12 +231,12 @@ class UnitPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """All of it, or the part `shard` (number, of how many).
+    """The plan of a conversion, or of part `shard` of it (number, count).
 
-    `sources` are the source's files with their sizes, in the order of their families and ranks.
-    `buffer_nbytes` is the most that the buffers of a conversion with these threads take at once; `seconds` the time
-    to read and write at `bandwidth` bytes per second. `metadata_nbytes` were read to make the plan, None where the
-    system does not count it. `saved` and `coming` are the sizes of the two runs, as far as they are known.
+    `sources` maps the source's files to their sizes, by family and rank. `buffer_nbytes` is the greatest memory that
+    the buffers take at once, `seconds` the time to read and write at `bandwidth` bytes per second. `metadata_nbytes`
+    were read to make the plan, None if the system does not count them. `saved` and `coming` are the sizes of the saving
+    and of the coming run, as far as they are known.
     """
 
     folder: str
@@ -282,12 +283,12 @@ EQUAL, DIFFERS = "equal", "differs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorDifference:
-    """One logical tensor of both sides.
+    """A comparison of one logical tensor in A and B.
 
-    `state` is "equal" (to the bit), "differs", "only in A", "only in B", "other shape" or "other type"; the numbers
-    are those of a tensor that differs. `max_abs` is the largest absolute difference, NaN where one side is; `max_ulp`
-    the largest number of representable values between two, NaN apart, None for types that are not floating-point.
-    `first` is the index of the first element that differs, with its value in A and in B.
+    `state` is "equal" (to the bit), "differs", "only in A", "only in B", "other shape" or "other type"; the other
+    fields describe a tensor that differs. `max_abs` is the largest absolute difference, NaN if one side has NaN;
+    `max_ulp` the largest number of representable values between two elements, ignoring NaN, None for types that are not
+    floating-point. `first` is the index of the first element that differs, with its value in A and in B.
     """
 
     name: str
@@ -306,7 +307,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueDifference:
-    """A hyper-parameter, counter or other value that differs; "absent" where one side has none."""
+    """A hyper-parameter, counter or other value that differs; "absent" if one side has none."""
 
     where: str
     a: str
@@ -315,10 +316,9 @@ class ValueDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """All of it; `tensors` holds every logical tensor, the equal ones too.
+    """The answer of `diff`; `tensors` has every logical tensor, equal ones too.
 
-    `faults` are bytes that could not be read as they were written: what is said of their tensors is of the bytes that
-    are there. `notes` tell what was not compared.
+    `faults` are damaged bytes; their tensors are compared as they are in the files. `notes` tell what was not compared.
     """
 
     a: str
@@ -336,7 +336,7 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether all that both sides hold is equal to the bit, and was read as it was written."""
+        """True if both sides are equal to the bit, and no file is damaged."""
         return not (self.differing or self.values or self.faults)
 
     def to_json(self, *, every_tensor: bool = True) -> dict[str, object]:
@@ -347,11 +347,11 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What was read, and all that was found wrong.
+    """The answer of `verify`: how much was read, and every fault.
 
-    `records` are those whose checksums were compared, `unchecked` those whose writer recorded none; `tensors` the
-    logical tensors whose values were looked at; `pickles` those that were searched for what acts, `pickles_unread` the
-    files that could not be read to their end. `notes` tell what is no fault, or could not be looked at.
+    `records` counts the records whose checksums were compared, `unchecked` those without a recorded checksum; `tensors`
+    the logical tensors whose values were examined; `pickles` those that were searched for code, `pickles_unread` the
+    files that could not be read to their end. `notes` are remarks that are not faults, or tell what was not examined.
     """
 
     folder: str
@@ -369,7 +369,7 @@ class Verification:
 
     @property
     def clean(self) -> bool:
-        """Whether nothing was found."""
+        """True if no fault and no difference was found."""
         return not self.faults and (self.difference is None or self.difference.equal)
 
     def to_json(self) -> dict[str, object]:
@@ -380,7 +380,7 @@ class Verification:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PickleScan:
-    """The pickles of a file or of a folder of any kind: how many were read, and what in them acts or cannot be read."""
+    """The pickles of any file or folder: how many were read, and a fault for each that runs code or cannot be read."""
 
     folder: str
     files: int
@@ -394,8 +394,8 @@ class PickleScan:
 
 
 def pickle_line(pickles: int, unread: int, faults: Iterable[Fault]) -> str:
-    """One line about the pickles that were read: that nothing in them acts, or the number of findings."""
-    found = sum(fault.error in ("UnsafePickle", "TrustRequired") for fault in faults)
-    what = f"{found} finding{'s' if found != 1 else ''}" if found else "nothing in them acts"
-    left = f"; {unread} file{'s' if unread != 1 else ''} could not be read to the end" if unread else ""
-    return f"pickles: {pickles} read, {what}{left}"
+    """Return one line about the pickles that were read: "nothing in them acts", or the number of findings."""
+    findings = sum(fault.error in ("UnsafePickle", "TrustRequired") for fault in faults)
+    result = f"{findings} finding{'s' if findings != 1 else ''}" if findings else "nothing in them acts"
+    unread_files = f"; {unread} file{'s' if unread != 1 else ''} could not be read to the end" if unread else ""
+    return f"pickles: {pickles} read, {result}{unread_files}"

@@ -1,4 +1,4 @@
-"""What a user says of how tensor-parallel ranks cut parameters, where no checkpoint says it: rules over their names."""
+"""A user's rules of how tensor-parallel ranks cut parameters, by their names, if the checkpoint does not tell."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ds_reshard.model.context_value import context_value
 
 
 class Rule(NamedTuple):
-    """What a user says of the parameters that a pattern names: they are cut along `dim`, or `replicated`.
+    """A user's rule for the parameters that match a pattern: they are cut along `dim`, or `replicated`.
 
-    `parts` are the sizes along it of what is cut one by one (query, key, value; gate and up), or the number of equal
-    ones. Rows behind `vocabulary` are padding. Copies are equal, unless the rank is named whose counts, their `owner`.
+    `parts` are the sizes along `dim` of the parts that are cut separately (query, key, value; gate and up), or the
+    number of equal parts. Rows from `vocabulary` on are padding. Replicas must be equal, unless `owner` is the rank
+    whose copy is used.
     """
 
     parameters: str
@@ -31,7 +32,7 @@ _GIVEN: ContextVar[tuple[Rule, ...]] = ContextVar("rules of tensor parallelism",
 
 
 def use_rules(rules: Sequence[Rule]) -> AbstractContextManager[None]:
-    """Let every checkpoint that a tool opens inside the block be divided by these rules."""
+    """Apply these rules to every checkpoint that is opened inside the block."""
     return context_value(_GIVEN, tuple(rules))
 
 
@@ -43,16 +44,16 @@ _FORM = '{"parameters": "REGEX"} with "dim" (0), "parts" (sizes, or a number), "
 _FORM += ' with "owner"'
 
 
-def rule_faults(where: str, said: object) -> list[Fault]:
-    """What is wrong with rules as a JSON file has them: a list of objects."""
-    if not isinstance(said, list):
-        return [wrong_value(where, "a list of rules", said)]
-    return [wrong_value(f"{where}[{number}]", _FORM, rule) for number, rule in enumerate(said) if not _is_rule(rule)]
+def rule_faults(where: str, value: object) -> list[Fault]:
+    """Return the faults of rules as they come from a JSON file; expected is a list of objects."""
+    if not isinstance(value, list):
+        return [wrong_value(where, "a list of rules", value)]
+    return [wrong_value(f"{where}[{number}]", _FORM, rule) for number, rule in enumerate(value) if not _is_rule(rule)]
 
 
-def parse_rules(said: object) -> tuple[Rule, ...]:
-    """The rules of a JSON file without faults."""
-    rules = said if isinstance(said, list) else []
+def parse_rules(value: object) -> tuple[Rule, ...]:
+    """Return the rules of a JSON file that has no faults."""
+    rules = value if isinstance(value, list) else []
     return tuple(
         Rule(**{**rule, "parts": tuple(rule["parts"])} if isinstance(rule.get("parts"), list) else rule)
         for rule in rules
@@ -72,5 +73,5 @@ def _is_rule(rule: object) -> bool:
     if "owner" in rule:
         return False
     sizes = parts if isinstance(parts, list) and parts else [parts]
-    least = ((rule.get("dim", 0), 0), (rule.get("vocabulary", 1), 1), *((size, 1) for size in sizes))
-    return all(type(one) is int and one >= low for one, low in least)
+    minimums = ((rule.get("dim", 0), 0), (rule.get("vocabulary", 1), 1), *((size, 1) for size in sizes))
+    return all(type(number) is int and number >= minimum for number, minimum in minimums)

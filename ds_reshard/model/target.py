@@ -1,4 +1,4 @@
-"""A checkpoint that is to be written, of whatever format: a layout, the source of each tensor, a tree for each file."""
+"""A checkpoint to be written, in any format: a layout, the source of each tensor, and a tree for each file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ds_reshard.model.layout import Layout, TensorKey
 
 
 class RunSizes(NamedTuple):
-    """How many ranks a run has along each axis; those of expert parallelism are among the data-parallel ones."""
+    """The number of ranks of a run along each axis; expert-parallel ranks are among the data-parallel ranks."""
 
     dp: int
     tp: int = 1
@@ -20,13 +20,13 @@ class RunSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFile:
-    """One file, of torch or safetensors (`container`), "archives": several of torch in one, or "plain": bytes.
+    """A file to be written. `container` is "torch", "safetensors", "archives" (several of torch in one) or "plain".
 
-    `data` fills buffers that no tensor does.
+    `data` has the bytes of buffers that are not read from the source, such as step counters.
 
-    `tree` gives what torch.save would be given: storages without a path are buffers, by their key, all others are
-    copied. It is built when it is asked for: a checkpoint may have thousands.
-    `metadata` is the text that safetensors keeps beside its tensors.
+    `tree` returns the value to be saved, as torch.save would get it: storages without a path are buffers of the target,
+    by their key; all others are copied. It is called only when the file is written, as a checkpoint may have thousands
+    of files. `metadata` is the text that a safetensors file carries.
     """
 
     name: str
@@ -51,11 +51,11 @@ class Unit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is to be written: `wants` gives the source tensor of each of the layout's.
+    """A checkpoint to be written; `sources` maps each tensor of the layout to the source tensor that it is read from.
 
-    `folder` is where the files lie in the output, `pointers` are small files beside it, by name; `notes` is what the
-    user should know of what the files hold, and what not. `basis` has, by the argument that named it, a checksum of
-    what the target was made from beside the source. `sizes` are those of the coming run, where a format has them.
+    `folder` is the folder of the files in the output; `pointers` are small files next to it, by name. `notes` tell the
+    user what the files contain or lack. `basis` maps arguments (such as --like) to checksums of the files that they
+    name, from which the target was made. `sizes` are those of the coming run, if the format depends on them.
     """
 
     layout: Layout
@@ -69,17 +69,17 @@ class Target:
 
 
 WEIGHTS = ("safetensors", "torch")
-"""The formats of plain tensors, which may have another type than was trained in: one of DTYPES."""
+"""The formats of plain weights, which may be written in another type than that of training: one of DTYPES."""
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionRequest:
-    """What a conversion is to write; None is as it was saved.
+    """The arguments of a conversion; None means "as saved".
 
-    `tp` and `pp` are of DeepSpeed, nanotron and Megatron-LM, `ep` of the first and the last, `zero_stage` of nanotron;
-    `like` is a checkpoint that shows how the coming run arranges its model; with `repair` what a framework has saved
-    wrong is put right; `names` is the path of a map of parameters' names.
+    `tp` and `pp` are for DeepSpeed, nanotron and Megatron-LM, `ep` for DeepSpeed and Megatron-LM, `zero_stage` for
+    nanotron. `like` is a checkpoint that shows how the coming run arranges its model; `repair` corrects a known fault
+    of the framework that saved; `names` is the path of a map of parameter names.
     """
 
     to: str
@@ -96,5 +96,5 @@ class ConversionRequest:
 
     @property
     def weights_only(self) -> bool:
-        """Whether nothing of the optimizer is written: a type of its own is cast from the masters."""
+        """True if nothing of the optimizer is read or written; with a `dtype`, weights are cast from the masters."""
         return self.to == "safetensors" and self.dtype is None

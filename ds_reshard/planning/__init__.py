@@ -1,1 +1,1 @@
-"""From two layouts to the copies between them; pure, the same wherever it is computed."""
+"""Plans: the copies from one layout to another. Pure functions, with the same result on every rank."""

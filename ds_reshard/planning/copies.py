@@ -1,7 +1,7 @@
-"""Copies of a plan as columns: a row of integers for each, or for each family of them that lie at equal distances.
+"""The copies of a plan as columns: one entry of integers per copy, or per set of copies at equal distances.
 
-A checkpoint of many ranks and tensors has millions of copies, and a tensor that is cut along an inner axis one for
-every row: as objects they would take more time and memory than the bytes. Objects are made where people look.
+A checkpoint of many ranks and tensors has millions of copies (a tensor that is cut along an inner axis has one per
+row). As objects they would take more time and memory than the bytes; objects are made only where people look.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ T = TypeVar("T")
 
 
 class Copy(NamedTuple):
-    """`numel` elements from a file to a buffer of the rank; with `rows`, as many for each row.
+    """A copy of `numel` elements (of each row, if there are `rows`) from a file to a buffer of the rank.
 
-    `byte_offset` counts from the start of the file, `element_offset` from the start of the buffer;
-    source and target elements may differ in type (they are then cast as torch casts). `rows` are at most two, the
-    outer ones first; their steps count elements, the first of the file and the second of the buffer.
+    `byte_offset` counts from the start of the file, `element_offset` from the start of the buffer. Elements are cast
+    as torch casts if their types differ. There are at most two `rows`, the outer ones first; their first step counts
+    elements in the file, the second in the buffer.
     """
 
     record: Record
@@ -48,7 +48,7 @@ class Copy(NamedTuple):
         return self.numel * self.dtype.itemsize * prod(row.times for row in self.rows)
 
     def part(self, at: int, numel: int) -> Copy:
-        """Of a copy without rows, that of its elements [at, at + numel) alone."""
+        """Return the copy of elements [at, at + numel) of this one, which has no rows."""
         if numel == self.numel:
             return self
         return self._replace(
@@ -62,17 +62,17 @@ RECORD, BYTE_OFFSET, NUMEL, TYPES, BUFFER, ELEMENT_OFFSET = range(6)
 ROWS, ROW_BYTES, ROW_ELEMENTS, PLANES, PLANE_BYTES, PLANE_ELEMENTS = range(6, 12)
 _WIDTH = 12
 _PORTION = 1 << 16
-"""How many rows of a table are made into objects, or are taken apart, at once."""
+"""The number of entries that are made into objects, or expanded into runs, at once."""
 
 Types = tuple[ElementType, ElementType]
 """Element types, in the file and in the buffer."""
 
 
 class Copies(Sequence[Copy]):
-    """Copies, `table[column, i]` saying of number i what it is; the columns are named above.
+    """Copies as a table: `table[:, i]` is copy i; the constants above name the columns.
 
-    Records, buffers and types are numbers of those that are listed; steps of rows and of planes (rows of rows) count
-    bytes in the file and elements in the buffer. All are exact: files are smaller than 2**63 bytes.
+    Records, buffers and types are indices into the lists beside the table. Steps of rows and of planes (rows of rows)
+    count bytes in the file and elements in the buffer. All numbers are exact, as files have fewer than 2**63 bytes.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Copies(Sequence[Copy]):
 
     @classmethod
     def of(cls, copies: Iterable[Copy]) -> Copies:
-        """The same copies as columns."""
+        """Return the same copies as columns."""
         if isinstance(copies, Copies):
             return copies
         records, buffers, types = Numbers[Record](), Numbers[str](), Numbers[Types]()
@@ -143,25 +143,25 @@ class Copies(Sequence[Copy]):
         return repr(tuple(self))
 
     def take(self, which: slice | Column | NDArray[numpy.bool_]) -> Copies:
-        """Some of them."""
+        """Return the chosen copies."""
         return Copies(self.table[:, which], self.records, self.buffers, self.types)
 
     @property
     def itemsizes(self) -> Column:
-        """Bytes of an element of each, in the file."""
+        """The size of an element in the file, in bytes, for each copy."""
         sizes = [dtype.itemsize for dtype, _ in self.types]
         each: Column = numpy.array(sizes or [1], dtype=numpy.int64)[self.table[TYPES]]
         return each
 
     def nbytes_each(self) -> Column:
-        """Bytes that each reads."""
+        """Return the number of bytes that each copy reads."""
         table = self.table
         each: Column = table[NUMEL] * self.itemsizes * table[ROWS] * table[PLANES]
         return each
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of them read."""
+        """The number of bytes that all copies read."""
         return total(self.nbytes_each())
 
     @property
@@ -177,13 +177,13 @@ class Copies(Sequence[Copy]):
         return [self.types[number] for number in _used(self.table[TYPES])]
 
     def nbytes_of_paths(self) -> dict[str, int]:
-        """Bytes that are read of each file."""
-        found, nbytes = dict[str, int](), numpy.zeros(len(self.records), dtype=numpy.int64)
+        """Return the number of bytes that are read from each file."""
+        by_path, nbytes = dict[str, int](), numpy.zeros(len(self.records), dtype=numpy.int64)
         numpy.add.at(nbytes, self.table[RECORD], self.nbytes_each())
         for number in _used(self.table[RECORD]):
             path = self.records[number].path
-            found[path] = found.get(path, 0) + int(nbytes[number])
-        return found
+            by_path[path] = by_path.get(path, 0) + int(nbytes[number])
+        return by_path
 
     @property
     def number_of_runs(self) -> int:
@@ -191,11 +191,11 @@ class Copies(Sequence[Copy]):
 
     @property
     def numel(self) -> int:
-        """Elements of all of them."""
+        """The number of elements of all copies."""
         return total(self.table[NUMEL] * self.table[ROWS] * self.table[PLANES])
 
     def by_buffer(self) -> dict[str, Copies]:
-        """Those of each buffer, in the order in which it fills."""
+        """Return the copies into each buffer, ordered by their offset there."""
         ordered = self.take(numpy.lexsort((self.table[ELEMENT_OFFSET], self.table[BUFFER])))
         numbers, starts = numpy.unique(ordered.table[BUFFER], return_index=True)
         ends = [*starts[1:].tolist(), len(self)][: len(starts)]
@@ -206,110 +206,110 @@ class Copies(Sequence[Copy]):
 
     @classmethod
     def concatenate(cls, parts: Sequence[Copies]) -> Copies:
-        """Copies that have records, buffers and types in common."""
+        """Concatenate copies that share their lists of records, buffers and types."""
         if len(parts) == 1:
             return parts[0]
         tables = numpy.concatenate([part.table for part in parts], axis=1)
         return cls(tables, parts[0].records, parts[0].buffers, parts[0].types)
 
     def merge(self, others: Copies) -> Copies:
-        """These copies, and others behind them."""
+        """Return these copies followed by others, whose lists are merged with these."""
         records, buffers, types = Numbers[Record](), Numbers[str](), Numbers[Types]()
         tables = []
         for part in (self, others):
-            made = part.table.copy()
+            table = part.table.copy()
             for column, numbers in (
                 (RECORD, [records[record] for record in part.records]),
                 (BUFFER, [buffers[buffer] for buffer in part.buffers]),
                 (TYPES, [types[pair] for pair in part.types]),
             ):
                 if len(part):
-                    made[column] = numpy.array(numbers, dtype=numpy.int64)[made[column]]
-            tables.append(made)
+                    table[column] = numpy.array(numbers, dtype=numpy.int64)[table[column]]
+            tables.append(table)
         return Copies(numpy.concatenate(tables, axis=1), list(records), list(buffers), list(types))
 
     def extent(self) -> tuple[int, int]:
-        """The first element of a buffer that they fill, and the one behind the last."""
+        """Return the half-open range of elements that copies into one buffer fill."""
         table = self.table
         steps = (table[ROWS] - 1) * table[ROW_ELEMENTS] + (table[PLANES] - 1) * table[PLANE_ELEMENTS]
         return int(table[ELEMENT_OFFSET].min()), int((table[ELEMENT_OFFSET] + steps + table[NUMEL]).max())
 
     def clip(self, start: int, stop: int) -> Copies:
-        """Of copies into one buffer, ordered by their place there, what fills its elements [start, stop)."""
+        """Return the parts that fill elements [start, stop) of the one buffer of all copies, which are in its order."""
         table = self.table
         if not len(self) or int((table[ROWS] * table[PLANES]).max()) > 1:
             return self._rows_within(start, stop)
         last = int(numpy.searchsorted(table[ELEMENT_OFFSET], stop))
         first = max(0, int(numpy.searchsorted(table[ELEMENT_OFFSET], start, side="right")) - 1)
-        made = table[:, first:last].copy()
-        return Copies(made, self.records, self.buffers, self.types)._clipped(start, stop)
+        overlapping = table[:, first:last].copy()
+        return Copies(overlapping, self.records, self.buffers, self.types)._clipped(start, stop)
 
     def _clipped(self, start: int, stop: int) -> Copies:
-        """Of copies without rows, that of what they fill of [start, stop)."""
-        made = self.table.copy()
-        begin = numpy.maximum(made[ELEMENT_OFFSET], start)
-        skipped = begin - made[ELEMENT_OFFSET]
-        made[NUMEL] = numpy.minimum(made[ELEMENT_OFFSET] + made[NUMEL], stop) - begin
-        made[ELEMENT_OFFSET] = begin
-        made[BYTE_OFFSET] += skipped * self.itemsizes
-        return Copies(made[:, made[NUMEL] > 0], self.records, self.buffers, self.types)
+        """Clip copies without rows to elements [start, stop) of their buffer."""
+        clipped = self.table.copy()
+        begin = numpy.maximum(clipped[ELEMENT_OFFSET], start)
+        skipped = begin - clipped[ELEMENT_OFFSET]
+        clipped[NUMEL] = numpy.minimum(clipped[ELEMENT_OFFSET] + clipped[NUMEL], stop) - begin
+        clipped[ELEMENT_OFFSET] = begin
+        clipped[BYTE_OFFSET] += skipped * self.itemsizes
+        return Copies(clipped[:, clipped[NUMEL] > 0], self.records, self.buffers, self.types)
 
     def _rows_within(self, start: int, stop: int) -> Copies:
-        """The same of copies with rows, whose steps are positive: whole rows, and what is cut off of two others."""
+        """Clip copies with rows, whose steps are positive: keep the rows inside, and cut the rows at both edges."""
         table = self._planes_apart().table
-        numel, step, at = table[NUMEL], numpy.maximum(1, table[ROW_ELEMENTS]), table[ELEMENT_OFFSET]
-        # Rows that end behind `start` or begin before `stop`, and those that do so whole.
-        some = numpy.clip(-((at + numel - 1 - start) // step), 0, None), -((at - stop) // step)
-        whole = numpy.clip(-((at - start) // step), 0, None), (stop - numel - at) // step + 1
-        first, last = some[0], numpy.minimum(some[1], table[ROWS])
-        inner_first = numpy.minimum(whole[0], last)
-        inner_last = numpy.maximum(inner_first, numpy.minimum(whole[1], table[ROWS]))
+        numel, step, offset = table[NUMEL], numpy.maximum(1, table[ROW_ELEMENTS]), table[ELEMENT_OFFSET]
+        # The range of rows that overlap [start, stop), and of rows that lie inside it.
+        overlapping = numpy.clip(-((offset + numel - 1 - start) // step), 0, None), -((offset - stop) // step)
+        inside = numpy.clip(-((offset - start) // step), 0, None), (stop - numel - offset) // step + 1
+        first, last = overlapping[0], numpy.minimum(overlapping[1], table[ROWS])
+        inner_first = numpy.minimum(inside[0], last)
+        inner_last = numpy.maximum(inner_first, numpy.minimum(inside[1], table[ROWS]))
         parts = []
         for begin, end in ((first, inner_first), (inner_first, inner_last), (inner_last, last)):
-            made = table.copy()
-            made[BYTE_OFFSET] += begin * table[ROW_BYTES]
-            made[ELEMENT_OFFSET] += begin * table[ROW_ELEMENTS]
-            made[ROWS] = end - begin
-            some_left = made[:, made[ROWS] > 0]
+            rows_of_part = table.copy()
+            rows_of_part[BYTE_OFFSET] += begin * table[ROW_BYTES]
+            rows_of_part[ELEMENT_OFFSET] += begin * table[ROW_ELEMENTS]
+            rows_of_part[ROWS] = end - begin
+            some_left = rows_of_part[:, rows_of_part[ROWS] > 0]
             parts.append(Copies(some_left, self.records, self.buffers, self.types))
         edges = [run._clipped(start, stop) for part in (parts[0], parts[2]) for run in part.runs()]
         return Copies.concatenate([parts[1], *edges])
 
     def _planes_apart(self) -> Copies:
         planes = self.table[PLANES]
-        which = numpy.repeat(numpy.arange(len(self)), planes)
-        plane = numpy.arange(len(which)) - (numpy.cumsum(planes) - planes)[which]
-        made = self.table[:, which]
-        made[BYTE_OFFSET] += plane * made[PLANE_BYTES]
-        made[ELEMENT_OFFSET] += plane * made[PLANE_ELEMENTS]
-        made[PLANES:] = numpy.array(_ALONE, dtype=numpy.int64)[:, None]
-        return Copies(made, self.records, self.buffers, self.types)
+        copy_number = numpy.repeat(numpy.arange(len(self)), planes)
+        plane = numpy.arange(len(copy_number)) - (numpy.cumsum(planes) - planes)[copy_number]
+        expanded = self.table[:, copy_number]
+        expanded[BYTE_OFFSET] += plane * expanded[PLANE_BYTES]
+        expanded[ELEMENT_OFFSET] += plane * expanded[PLANE_ELEMENTS]
+        expanded[PLANES:] = numpy.array(_ALONE, dtype=numpy.int64)[:, None]
+        return Copies(expanded, self.records, self.buffers, self.types)
 
     def in_order(self) -> Copies:
-        """Ordered by file and offset, then by buffer and offset."""
+        """Return the copies ordered by file and offset, then by buffer and offset."""
         table = self.table
         paths = _ranks([record.path for record in self.records], table[RECORD])
         buffers = _ranks(self.buffers, table[BUFFER])
         return self.take(numpy.lexsort((table[ELEMENT_OFFSET], buffers, table[BYTE_OFFSET], paths)))
 
     def joined(self) -> Copies:
-        """Those that continue the one before them joined with it."""
+        """Join each copy with the one before it if it continues that one in file and buffer."""
         table = self.table
         if len(self) < 2:
             return self
-        same = (table[[RECORD, BUFFER, TYPES], 1:] == table[[RECORD, BUFFER, TYPES], :-1]).all(axis=0)
-        plain = table[ROWS] * table[PLANES] == 1
-        after = table[BYTE_OFFSET] + table[NUMEL] * self.itemsizes
-        continues = same & plain[1:] & plain[:-1] & (table[BYTE_OFFSET][1:] == after[:-1])
+        same_target = (table[[RECORD, BUFFER, TYPES], 1:] == table[[RECORD, BUFFER, TYPES], :-1]).all(axis=0)
+        single = table[ROWS] * table[PLANES] == 1
+        ends = table[BYTE_OFFSET] + table[NUMEL] * self.itemsizes
+        continues = same_target & single[1:] & single[:-1] & (table[BYTE_OFFSET][1:] == ends[:-1])
         continues &= table[ELEMENT_OFFSET][1:] == (table[ELEMENT_OFFSET] + table[NUMEL])[:-1]
         first = numpy.flatnonzero(numpy.concatenate(([True], ~continues)))
         numel = numpy.add.reduceat(table[NUMEL], first)
-        made = table[:, first]
-        made[NUMEL] = numel
-        return Copies(made, self.records, self.buffers, self.types)
+        joined = table[:, first]
+        joined[NUMEL] = numel
+        return Copies(joined, self.records, self.buffers, self.types)
 
     def runs(self) -> Iterator[Copies]:
-        """The same without rows, a portion at a time: what has many rows is taken apart as it is needed."""
+        """Yield the same copies without rows, in portions, so that rows are expanded only as needed."""
         table = self.table
         each = table[ROWS] * table[PLANES]
         if not len(self) or int(each.max()) == 1:
@@ -325,32 +325,32 @@ class Copies(Sequence[Copy]):
             first = stop
 
     def _runs(self, first: int, stop: int, begin: int, end: int) -> Copies:
-        """Of the copies [first, stop), the runs [begin, end)."""
+        """Return runs [begin, end) of copies [first, stop), counted through all their rows."""
         table = self.table[:, first:stop]
         ends = numpy.cumsum(table[ROWS] * table[PLANES])
         numbers = numpy.arange(begin, end, dtype=numpy.int64)
-        which = numpy.searchsorted(ends, numbers, side="right")
-        plane, row = numpy.divmod(numbers - (ends - table[ROWS] * table[PLANES])[which], table[ROWS][which])
-        made = table[:, which]
-        made[BYTE_OFFSET] += plane * made[PLANE_BYTES] + row * made[ROW_BYTES]
-        made[ELEMENT_OFFSET] += plane * made[PLANE_ELEMENTS] + row * made[ROW_ELEMENTS]
-        made[ROWS:] = numpy.array(_ALONE * 2, dtype=numpy.int64)[:, None]
-        return Copies(made, self.records, self.buffers, self.types)
+        copy_number = numpy.searchsorted(ends, numbers, side="right")
+        plane, row = numpy.divmod(numbers - (ends - table[ROWS] * table[PLANES])[copy_number], table[ROWS][copy_number])
+        expanded = table[:, copy_number]
+        expanded[BYTE_OFFSET] += plane * expanded[PLANE_BYTES] + row * expanded[ROW_BYTES]
+        expanded[ELEMENT_OFFSET] += plane * expanded[PLANE_ELEMENTS] + row * expanded[ROW_ELEMENTS]
+        expanded[ROWS:] = numpy.array(_ALONE * 2, dtype=numpy.int64)[:, None]
+        return Copies(expanded, self.records, self.buffers, self.types)
 
     def cut(self, chunk_nbytes: int) -> Copies:
-        """Of copies without rows, the same in pieces of at most `chunk_nbytes` bytes (at least one element)."""
+        """Split copies without rows into pieces of at most `chunk_nbytes` bytes (at least one element)."""
         table = self.table
         step = numpy.maximum(1, chunk_nbytes // self.itemsizes)
         pieces = -(-table[NUMEL] // step)
         if not len(self) or bool((pieces == 1).all()):
             return self
-        which = numpy.repeat(numpy.arange(len(self)), pieces)
-        number = numpy.arange(len(which)) - numpy.repeat(numpy.cumsum(pieces) - pieces, pieces)
-        made, at = table[:, which], number * step[which]
-        made[BYTE_OFFSET] += at * self.itemsizes[which]
-        made[ELEMENT_OFFSET] += at
-        made[NUMEL] = numpy.minimum(step[which], made[NUMEL] - at)
-        return Copies(made, self.records, self.buffers, self.types)
+        copy_number = numpy.repeat(numpy.arange(len(self)), pieces)
+        number = numpy.arange(len(copy_number)) - numpy.repeat(numpy.cumsum(pieces) - pieces, pieces)
+        pieces_table, offset = table[:, copy_number], number * step[copy_number]
+        pieces_table[BYTE_OFFSET] += offset * self.itemsizes[copy_number]
+        pieces_table[ELEMENT_OFFSET] += offset
+        pieces_table[NUMEL] = numpy.minimum(step[copy_number], pieces_table[NUMEL] - offset)
+        return Copies(pieces_table, self.records, self.buffers, self.types)
 
 
 _ALONE = (1, 0, 0)
@@ -361,26 +361,26 @@ def _steps(rows: Sequence[Rows], itemsize: int) -> tuple[int, int, int]:
 
 
 def _used(numbers: Column) -> list[int]:
-    """The numbers that occur, in order; they are small."""
+    """Return the numbers that occur, in order; they are small."""
     used: list[int] = numpy.flatnonzero(numpy.bincount(numbers)).tolist()
     return used
 
 
 def _ranks(names: Sequence[str], numbers: Column) -> Column:
-    """For each number of a name its place among all names that are used, in order."""
-    used, which = numpy.unique(numbers, return_inverse=True)
-    named = [names[number] for number in used.tolist()]
-    places = {name: place for place, name in enumerate(sorted(set(named)))}
-    return numpy.array([places[name] for name in named], dtype=numpy.int64)[which]
+    """Return for each number of a name the rank of the name in the alphabetical order of all used names."""
+    used, inverse = numpy.unique(numbers, return_inverse=True)
+    used_names = [names[number] for number in used.tolist()]
+    rank_by_name = {name: place for place, name in enumerate(sorted(set(used_names)))}
+    return numpy.array([rank_by_name[name] for name in used_names], dtype=numpy.int64)[inverse]
 
 
 def total(values: Column) -> int:
-    """Their exact sum, which may be larger than each can be."""
+    """Return the exact sum, which may exceed 64 bits."""
     return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
 
 
 class Numbers(dict[T, int]):
-    """A number for each value, in the order in which they were first asked for."""
+    """A number for each value, assigned on first use."""
 
     def __missing__(self, value: T) -> int:
         self[value] = len(self)
@@ -388,5 +388,5 @@ class Numbers(dict[T, int]):
 
 
 def coalesce(copies: Iterable[Copy]) -> Copies:
-    """The same copies, ordered by (file, offset), adjacent ones joined into one."""
+    """Return the same copies ordered by file and offset, adjacent ones joined."""
     return Copies.of(copies).in_order().joined()

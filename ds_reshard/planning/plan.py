@@ -1,6 +1,6 @@
-"""Plan: the copies, fills and checks that bring one rank's buffers to the state that a checkpoint holds.
+"""Plan: the copies, fills and checks that give one rank's buffers the state of a checkpoint.
 
-What a rank wants is matched with what an index has; copies are ordered by file and offset, joined, and cut to a budget.
+The target layout is matched with an index; copies are ordered by file and offset, and joined.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_reshard.planning.copies import Copies, Copy, Numbers, Types
 
 
 class Fill(NamedTuple):
-    """Elements [element_offset, element_offset + numel) of a buffer that no tensor covers: zeroed."""
+    """Elements [element_offset, element_offset + numel) of a buffer that belong to no tensor, and are set to zero."""
 
     buffer: str
     element_offset: int
@@ -30,7 +30,7 @@ class Fill(NamedTuple):
 
 
 class Check(NamedTuple):
-    """Bytes that nobody wants, in a record that is otherwise read: read only for the record's checksum."""
+    """Bytes of a record that no copy needs, and that are read only for the record's checksum."""
 
     record: Record
     byte_offset: int
@@ -39,7 +39,7 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One rank's work. Copies and checks are ordered by file and offset."""
+    """The plan of one rank. Copies and checks are ordered by file and offset."""
 
     copies: Sequence[Copy]
     fills: tuple[Fill, ...] = ()
@@ -47,7 +47,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the plan reads from files."""
+        """The number of bytes that the plan reads from files."""
         return Copies.of(self.copies).nbytes + sum(c.nbytes for c in self.checks)
 
     @property
@@ -55,7 +55,7 @@ class Plan:
         return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
 
     def merge(self, other: Plan) -> Plan:
-        """Both plans as one; they fill different buffers."""
+        """Return both plans as one; they fill different buffers."""
         copies = Copies.of(self.copies).merge(Copies.of(other.copies)).in_order()
         checks = sorted({*self.checks, *other.checks}, key=lambda check: (check.record.path, check.byte_offset))
         return Plan(copies=copies, fills=(*self.fills, *other.fills), checks=tuple(checks))
@@ -65,12 +65,12 @@ _WINDOW_NBYTES = 16 << 20
 
 
 def window_nbytes(memory_nbytes: int) -> int:
-    """How much of a file is put together in memory at once: at most half of what there is, the other half reads."""
+    """Return the size of a window of a file in memory: at most half of the memory, as reading needs the other half."""
     return max(4096, min(_WINDOW_NBYTES, memory_nbytes // 2))
 
 
 def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
-    """The same checks in pieces of at most `chunk_nbytes` bytes."""
+    """Yield the same checks in pieces of at most `chunk_nbytes` bytes."""
     for check in checks:
         for at in range(0, check.nbytes, chunk_nbytes):
             yield check._replace(byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))
@@ -79,7 +79,7 @@ def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
 def copies_of(
     source: Index, key: TensorKey, wanted: Region, *, buffer: str, element_offset: int, dtype: ElementType
 ) -> Iterator[Copy]:
-    """What fills `buffer`, from `element_offset` on, with the elements of a region of a tensor of the source."""
+    """Yield the copies of a region of a source tensor into `buffer`, from `element_offset` on."""
     for _, extent, run in source.runs(key, wanted):
         yield _copy(extent, run, buffer, element_offset, dtype)
 
@@ -93,15 +93,15 @@ def _copy(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: Ele
 
 
 _Shard = tuple[str, int]
-"""A shard of a family."""
+"""(family, shard)"""
 
 
 class Planner:
-    """Plans for any rank of a target layout, from what an index has.
+    """Makes the plan of any rank of a target layout, from an index of the source.
 
-    `wants` maps each target tensor to the source tensor that it is read from; a source tensor serves
-    one target tensor. Those `elsewhere` are read by ranks that have another target layout, gaps behind them too.
-    Shards are opened through `source`, whose `faults` the caller looks at afterwards.
+    `wants` maps each target tensor to its source tensor; no source tensor serves two. Tensors in `elsewhere` are read
+    by other ranks, whose target layout differs; those ranks also read the gaps after them. Shards are opened through
+    `source`; the caller raises its `faults` afterwards.
     """
 
     @gc_disabled()
@@ -119,34 +119,34 @@ class Planner:
 
     @gc_disabled()
     def plan(self, rank: int, *, sizes: Mapping[str, int]) -> Plan:
-        """The plan that fills `rank`'s buffers of the target layout.
+        """Return the plan that fills `rank`'s buffers of the target layout.
 
-        `sizes` gives the elements of each fresh buffer of this rank: what no tensor covers there is zeroed. Cost is
-        linear in the tensors of the layout, by arithmetic on columns, and in the shards that this rank touches.
+        `sizes` has the number of elements of each new buffer of this rank; its elements outside of all tensors are
+        zeroed. The cost is linear in the tensors of the layout, by arithmetic on columns, and in the shards read.
         """
-        work = _PlanBuilder(self._source)
+        builder = _PlanBuilder(self._source)
         spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
         for match in self.matches:
             held = match.pieces_of(rank)
             if match.cuts is not None:
-                work.add_same_boxes(held, match)
+                builder.add_same_boxes(held, match)
             else:
-                work.add_each(held, match)
+                builder.add_each(held, match)
             numbers = match.family.buffer[held.member].tolist()
             lengths = (held.stop - held.start).tolist()
-            for number, at, numel in zip(numbers, held.element_offset.tolist(), lengths, strict=True):
+            for number, offset, numel in zip(numbers, held.element_offset.tolist(), lengths, strict=True):
                 if match.family.buffers[number] in spans:
-                    spans[match.family.buffers[number]].append((at, numel))
+                    spans[match.family.buffers[number]].append((offset, numel))
         fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, spans[buffer])]
-        checks = self._gaps.read_by(rank, work.touched)
-        return Plan(copies=work.copies(), fills=tuple(fills), checks=tuple(checks))
+        checks = self._gaps.read_by(rank, builder.touched)
+        return Plan(copies=builder.copies(), fills=tuple(fills), checks=tuple(checks))
 
 
 class Match:
-    """Wanted tensors of one family of the target: numbers of its members, and where the source has each.
+    """Tensors of one family of the target, matched with their placements in the source.
 
-    Where all lie in one box on both sides (`alike`) `cuts` are those of the source; `buffer` then says in which of the
-    families and buffers of the source each lies, by number.
+    `found` pairs the index of a member of the family with its source placement. If all lie in the same box on both
+    sides (`alike`), `cuts` are their cuts in the source, and `buffer` numbers the source buffer of each.
     """
 
     def __init__(self, family: Family, found: Sequence[tuple[int, Placement]], *, alike: bool) -> None:
@@ -157,18 +157,18 @@ class Match:
         self._place[[member for member, _ in found]] = numpy.arange(len(found))
         if alike:
             buffers = Numbers[tuple[str, str]]()
-            numbers = [buffers[one.family, one.buffer] for one in self.origins]
+            numbers = [buffers[origin.family, origin.buffer] for origin in self.origins]
             self.cuts, self.buffer = Cuts(self.origins), numpy.array(numbers, dtype=numpy.int64)
 
     def pieces_of(self, rank: int) -> Pieces:
-        """What a rank holds of these tensors."""
+        """Return the pieces that a rank holds of these tensors."""
         held = self.family.cuts.pieces_of(rank)
         return held.take(self._place[held.member] >= 0)
 
     def locate(self, held: Pieces) -> tuple[Pieces, Column]:
-        """Where the source has what a rank holds, of tensors that lie in one box: pieces, and the origin of each.
+        """Return the source pieces of the pieces `held` by a rank, and the index in `origins` of each.
 
-        The members of the pieces are numbers of those that are held.
+        The tensors lie in the same box on both sides; `member` of a source piece is the index of its piece in `held`.
         """
         assert self.cuts is not None
         origin = self._place[held.member]
@@ -176,14 +176,14 @@ class Match:
         return pieces, origin[pieces.member]
 
     def each(self, held: Pieces) -> Iterator[tuple[Placement, Placement, Region, int]]:
-        """Of what a rank holds, one by one: the tensor, its origin, the region, and the first element in the buffer."""
+        """Yield for each held piece the tensor, its source placement, the region, and the offset in the buffer."""
         columns = (held.member, self._place[held.member], held.start, held.stop, held.element_offset)
-        for number, place, start, stop, at in zip(*(column.tolist() for column in columns), strict=True):
+        for number, origin, start, stop, element_offset in zip(*(column.tolist() for column in columns), strict=True):
             member = self.family.members[number]
-            yield member, self.origins[place], Region(box=member.box, start=start, stop=stop), at
+            yield member, self.origins[origin], Region(box=member.box, start=start, stop=stop), element_offset
 
     def extents(self, pieces: Pieces, origin: Column) -> tuple[list[tuple[Placement, int]], Column]:
-        """The buffers that pieces lie in, each by a tensor in it and its shard; and of each piece its number."""
+        """Return the source buffers of pieces, as (a placement in it, shard), and the index of each piece's buffer."""
         place = pieces.shard * (int(self.buffer.max(initial=0)) + 1) + self.buffer[origin]
         _, first, number = numpy.unique(place, return_index=True, return_inverse=True)
         origins = (self.origins[at] for at in origin[first].tolist())
@@ -191,19 +191,19 @@ class Match:
 
 
 def match_tensors(source: Index, target: Layout, wants: Mapping[TensorKey, TensorKey]) -> list[Match]:
-    """The tensors of a target that are wanted, each matched with where the source has it."""
-    families, made = Families(target), list[Match]()
+    """Match the tensors of a target that are keys of `wants` with their placements in the source."""
+    families, matches = Families(target), list[Match]()
     for name in dict.fromkeys(target[key].family for key in wants):
-        alike: list[tuple[int, Placement]] = []
+        same_boxes: list[tuple[int, Placement]] = []
         others: list[tuple[int, Placement]] = []
         for number, member in enumerate(families[name].members):
             origin = wants.get(member.key)
             if origin is not None:
-                placed = source.layout[origin]
-                same = not placed.tiles and (placed.box is member.box or placed.box == member.box)
-                (alike if same else others).append((number, placed))
-        made += [Match(families[name], found, alike=found is alike) for found in (alike, others) if found]
-    return made
+                placement = source.layout[origin]
+                in_same_box = not placement.tiles and (placement.box is member.box or placement.box == member.box)
+                (same_boxes if in_same_box else others).append((number, placement))
+        matches += [Match(families[name], found, alike=found is same_boxes) for found in (same_boxes, others) if found]
+    return matches
 
 
 _TYPES = list(ElementType)
@@ -211,7 +211,7 @@ _PAIRS: list[Types] = [(dtype, into) for dtype in _TYPES for into in _TYPES]
 
 
 class _PlanBuilder:
-    """One plan while it is made."""
+    """Collects the copies of one plan; `touched` are the shards that hold each record that is read."""
 
     def __init__(self, source: Index) -> None:
         self._source = source
@@ -222,11 +222,11 @@ class _PlanBuilder:
         self.touched: dict[Record, set[_Shard]] = {}
 
     def add_same_boxes(self, held: Pieces, match: Match) -> None:
-        """Plan what a rank holds of tensors that both sides cut as they like, all at once."""
+        """Add the copies of all pieces `held` by a rank, whose tensors lie in the same box on both sides, at once."""
         pieces, origin = match.locate(held)
-        places, extent = match.extents(pieces, origin)
-        found = numpy.array([self._extent(*place) for place in places], dtype=numpy.int64).reshape(-1, 4).T
-        record, byte_offset, dtype, itemsize = found[:, extent]
+        buffers, extent = match.extents(pieces, origin)
+        extents = numpy.array([self._extent(*place) for place in buffers], dtype=numpy.int64).reshape(-1, 4).T
+        record, byte_offset, dtype, itemsize = extents[:, extent]
         member = held.member[pieces.member]
         numbers = numpy.array([self._buffers[buffer] for buffer in match.family.buffers], dtype=numpy.int64)
         ones, zeros = numpy.ones_like(record), numpy.zeros_like(record)
@@ -242,7 +242,7 @@ class _PlanBuilder:
         self._tables.append(numpy.stack(columns)[:, record >= 0])
 
     def _extent(self, origin: Placement, shard: int) -> tuple[int, int, int, int]:
-        """The buffer of a tensor in a shard: numbers of its record and type, first byte, bytes of an element."""
+        """Return record number (-1 if none), byte offset, type number and itemsize of a tensor's buffer in a shard."""
         extent = self._source.extent(origin, shard)
         if extent is None:
             return -1, 0, 0, 1
@@ -250,44 +250,44 @@ class _PlanBuilder:
         return self._records[extent.record], extent.byte_offset, NUMBER[extent.dtype], extent.dtype.itemsize
 
     def add_each(self, held: Pieces, match: Match) -> None:
-        """Plan tensors whose boxes differ, or of which one side has several."""
-        for member, origin, region, at in match.each(held):
+        """Add copies piece by piece, for tensors whose boxes differ, or that lie in several boxes on one side."""
+        for member, origin, region, element_offset in match.each(held):
             for shard, extent, run in self._source.runs(origin.key, region):
                 self.touched.setdefault(extent.record, set()).add((origin.family, shard))
-                self._others.append(_copy(extent, run, member.buffer, at, member.dtype))
+                self._others.append(_copy(extent, run, member.buffer, element_offset, member.dtype))
 
     def copies(self) -> Copies:
-        found = Copies.of(self._others)
+        copies = Copies.of(self._others)
         if self._tables:
-            together = numpy.concatenate(self._tables, axis=1)
-            alike = Copies(together, list(self._records), list(self._buffers), _PAIRS)
-            found = alike.merge(found) if self._others else alike
-        return found.in_order().joined()
+            table = numpy.concatenate(self._tables, axis=1)
+            in_columns = Copies(table, list(self._records), list(self._buffers), _PAIRS)
+            copies = in_columns.merge(copies) if self._others else in_columns
+        return copies.in_order().joined()
 
 
 def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Iterable[Fill]:
-    at = 0
+    position = 0
     for offset, length in sorted(spans):
-        if offset > at:
-            yield Fill(buffer=buffer, element_offset=at, numel=offset - at)
-        at = max(at, offset + length)
-    if at < numel:
-        yield Fill(buffer=buffer, element_offset=at, numel=numel - at)
+        if offset > position:
+            yield Fill(buffer=buffer, element_offset=position, numel=offset - position)
+        position = max(position, offset + length)
+    if position < numel:
+        yield Fill(buffer=buffer, element_offset=position, numel=numel - position)
 
 
 class _Gap(NamedTuple):
-    """Bytes that are in no wanted tensor; every rank that touches the record reads them where `reader` is None."""
+    """Bytes of a record outside of all wanted tensors; `reader` None means every rank that reads the record."""
 
     reader: int | None
     check: Check
 
 
 class _Gaps:
-    """Bytes of the source's records that are in no wanted tensor, each with the target rank that reads it.
+    """The gaps of the source's records: bytes outside of all wanted tensors, and the target rank that reads each.
 
-    A gap (padding, a tensor that nobody asked for) is read for its record's checksum, by the rank that owns the wanted
-    element before it, or after it at the record's start, so that over all ranks each byte is read once. Where the
-    neighbour is replicated, every rank reads the record whole, gaps too. What is found is kept for the next plan.
+    A gap (padding, an unwanted tensor) is read for its record's checksum, by the rank that owns the wanted element
+    before it (or after it, at the record's start), so that each byte is read once over all ranks. If that neighbour is
+    replicated, every rank reads the whole record. Results are kept for the next plan.
     """
 
     def __init__(
@@ -299,84 +299,84 @@ class _Gaps:
         self._families = Families(source.layout)
         self._wanted_by = {source_key: target_key for target_key, source_key in wants.items()}
         self._wanted: dict[str, NDArray[numpy.bool_]] = {}
-        self._names: dict[str, int] = {}
-        self._found: dict[tuple[Record, frozenset[_Shard]], list[_Gap]] = {}
+        self._family_numbers: dict[str, int] = {}
+        self._gaps_of: dict[tuple[Record, frozenset[_Shard]], list[_Gap]] = {}
 
     def read_by(self, rank: int, touched: Mapping[Record, Iterable[_Shard]]) -> list[Check]:
-        """The gaps that `rank` reads of the records it touches, each given with the shards that hold it."""
+        """Return the gaps that `rank` reads; `touched` are its records, with the shards that hold them."""
         holders = {record: frozenset(shards) for record, shards in touched.items()}
-        self._find({record: shards for record, shards in holders.items() if (record, shards) not in self._found})
-        found = (gap for held in holders.items() for gap in self._found[held])
+        self._find({record: shards for record, shards in holders.items() if (record, shards) not in self._gaps_of})
+        gaps = (gap for held in holders.items() for gap in self._gaps_of[held])
         return sorted(
-            (gap.check for gap in found if gap.reader in (None, rank)),
+            (gap.check for gap in gaps if gap.reader in (None, rank)),
             key=lambda check: (check.record.path, check.byte_offset),
         )
 
     def _find(self, holders: Mapping[Record, frozenset[_Shard]]) -> None:
-        """Find the gaps of some records; most have none, which is seen for all of them at once."""
+        """Find and keep the gaps of some records; those without gaps (most) are recognised all at once."""
         numbers = {record: number for number, record in enumerate(holders)}
-        shards = sorted({at for shards in holders.values() for at in shards})
+        shards = sorted({shard_key for shards in holders.values() for shard_key in shards})
         nothing = numpy.empty((7, 0), dtype=numpy.int64)
-        uses = numpy.concatenate([nothing, *(self._uses(*at, numbers) for at in shards)], axis=1)
+        uses = numpy.concatenate([nothing, *(self._uses(*shard_key, numbers) for shard_key in shards)], axis=1)
         uses = uses[:, numpy.lexsort((uses[2], uses[1], uses[0]))]
-        of, begin, end = uses[:3]
-        ends = numpy.searchsorted(of, numpy.arange(len(holders)), side="right").tolist()
-        apart = numpy.flatnonzero(begin[1:] != end[:-1]) + 1
-        broken = set(of[apart][of[apart] == of[apart - 1]].tolist())
+        record_number, begin, end = uses[:3]
+        ends = numpy.searchsorted(record_number, numpy.arange(len(holders)), side="right").tolist()
+        breaks = numpy.flatnonzero(begin[1:] != end[:-1]) + 1
+        broken = set(record_number[breaks][record_number[breaks] == record_number[breaks - 1]].tolist())
         first = 0
-        for number, ((record, held), last) in enumerate(zip(holders.items(), ends, strict=True)):
-            tiled = last > first and number not in broken and begin[first] == record.byte_offset
-            if tiled and end[last - 1] == record.byte_offset + record.nbytes:
-                self._found[record, held] = []
+        for number, ((record, shard_set), last) in enumerate(zip(holders.items(), ends, strict=True)):
+            covered = last > first and number not in broken and begin[first] == record.byte_offset
+            if covered and end[last - 1] == record.byte_offset + record.nbytes:
+                self._gaps_of[record, shard_set] = []
             else:
-                self._found[record, held] = list(self._of_record(record, uses[1:, first:last].T.tolist()))
+                self._gaps_of[record, shard_set] = list(self._of_record(record, uses[1:, first:last].T.tolist()))
             first = last
 
     def _uses(self, family: str, shard: int, numbers: Mapping[Record, int]) -> Column:
-        """What a shard holds of wanted tensors, in columns: number of the record, first byte, last, and what it is."""
-        of_source, opened = self._families[family], self._source.open(family, shard)
+        """Return a shard's pieces of wanted tensors as columns: record, begin, end, family, member, start, stop."""
+        source_family, opened = self._families[family], self._source.open(family, shard)
         if family not in self._wanted:
-            wanted = [one.key in self._wanted_by or one.key in self._elsewhere for one in of_source.members]
+            wanted = [one.key in self._wanted_by or one.key in self._elsewhere for one in source_family.members]
             self._wanted[family] = numpy.array(wanted, dtype=bool)
-        extents = [opened.get(buffer) for buffer in of_source.buffers]
-        found = [
-            (numbers[one.record], one.byte_offset, one.dtype.itemsize)
-            if one is not None and one.record in numbers
+        extents = [opened.get(buffer) for buffer in source_family.buffers]
+        locations = [
+            (numbers[extent.record], extent.byte_offset, extent.dtype.itemsize)
+            if extent is not None and extent.record in numbers
             else (-1, 0, 0)
-            for one in extents
+            for extent in extents
         ]
-        pieces = of_source.cuts.pieces_of(shard)
+        pieces = source_family.cuts.pieces_of(shard)
         pieces = pieces.take(self._wanted[family][pieces.member])
-        places = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T
-        record, byte_offset, itemsize = places[:, of_source.buffer[pieces.member]]
+        columns = numpy.array(locations, dtype=numpy.int64).reshape(-1, 3).T
+        record, byte_offset, itemsize = columns[:, source_family.buffer[pieces.member]]
         begin = byte_offset + pieces.element_offset * itemsize
         end = begin + (pieces.stop - pieces.start) * itemsize
-        number = numpy.full_like(begin, self._names.setdefault(family, len(self._names)))
+        number = numpy.full_like(begin, self._family_numbers.setdefault(family, len(self._family_numbers)))
         uses = numpy.stack((record, begin, end, number, pieces.member, pieces.start, pieces.stop))
         return uses[:, record >= 0]
 
     def _of_record(self, record: Record, uses: Sequence[Sequence[int]]) -> Iterator[_Gap]:
-        """The gaps beside the uses of one record, which come in the order of their bytes."""
-        at, stop = record.byte_offset, record.byte_offset + record.nbytes
-        reader = self._reader(uses[0][2:], first=True) if uses and uses[0][0] > at else None
-        for number, (begin, end, *use) in enumerate(uses):
-            if begin > at:
-                yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=begin - at))
-            if end > at:
-                at = end
+        """Yield the gaps between the `uses` of one record: its wanted pieces in the order of their bytes."""
+        position, stop = record.byte_offset, record.byte_offset + record.nbytes
+        reader = self._reader(uses[0][2:], first=True) if uses and uses[0][0] > position else None
+        for number, (begin, end, *piece) in enumerate(uses):
+            if begin > position:
+                yield _Gap(reader, Check(record=record, byte_offset=position, nbytes=begin - position))
+            if end > position:
+                position = end
                 follows = uses[number + 1][0] if number + 1 < len(uses) else stop
-                reader = self._reader(use, first=False) if follows > at else None
-        if at < stop:
-            yield _Gap(reader, Check(record=record, byte_offset=at, nbytes=stop - at))
+                reader = self._reader(piece, first=False) if follows > position else None
+        if position < stop:
+            yield _Gap(reader, Check(record=record, byte_offset=position, nbytes=stop - position))
 
-    def _reader(self, use: Sequence[int], *, first: bool) -> int | None:
-        """The target rank that reads the first or last element of a use; None when every rank does, -1 when none here.
+    def _reader(self, piece: Sequence[int], *, first: bool) -> int | None:
+        """Return the rank that reads the first (or last) element of a piece: None if all do, -1 if one of another plan.
 
-        Where the boxes differ, or there are several, ownership is not arithmetic: rank 0 stands in (it may then read
-        a gap that another rank reads as well; the combined checksum notices, and the record is read again whole).
+        If boxes differ, or there are several, the owner is not computed: rank 0 stands in. It may then read a gap that
+        another rank reads too; the combined checksum shows this, and the record is read again as a whole.
         """
-        family, member, start, stop = use
-        origin = self._families[list(self._names)[family]].members[member]
+        family, member, start, stop = piece
+        origin = self._families[list(self._family_numbers)[family]].members[member]
         if origin.key not in self._wanted_by:
             return -1
         wanted = self._target[self._wanted_by[origin.key]]

@@ -155,7 +155,7 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
         names=frozenset(whole),
         other_shapes={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
         unloaded=unloaded,
-        extra_state_modules=tuple(map(grid.global_name, extra)),
+        extra_state_entries=tuple(map(grid.global_name, extra)),
         has_load_hooks=_loads_itself(module, state),
         versioned={
             saved_name(n): one._version for n, one in named if has_loader(one) and one._version not in (None, 1)

@@ -199,13 +199,13 @@ def module_values(module: LiveModule, model: ModelStates, settings: Settings) ->
     assert isinstance(own, dict)
     saved = {**model.module, **model.objects, **own}
     taken = [
-        *module.extra_state_modules,
+        *module.extra_state_entries,
         *(model.objects.keys() - module.unloaded.keys() if module.has_load_hooks else ()),
     ]
     mend = "save it whole: not as a DTensor that is sharded"
     faults = [
         UnsupportedLayout.fault(key, "is an extra state that lies in several pieces", mend=mend)
-        for key in module.extra_state_modules
+        for key in module.extra_state_entries
         if isinstance(record := saved.get(key), TensorRecord) and not record.storage.path
     ]
     for name, version in module.versioned.items():
