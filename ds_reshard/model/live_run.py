@@ -90,13 +90,15 @@ B = TypeVar("B", bound=Buffer)
 class LiveOptimizer(Generic[B]):
     """An optimizer, described alike for every wrapper.
 
-    `kind` names the wrapper. This is `rank` of `dp` ranks that share the buffers; at stage 0, rank 0 of 1. `groups`
-    are the param groups as in a state dict, `order` has the trainable parameters of each in the order of the script.
-    `name` is the class of the inner optimizer, `group_keys` are the keys of its param groups. `decoupled` says whether
-    weight decay is decoupled from the gradient, None if each group decides. `states` maps the states that a new
-    optimizer keeps to whether they have their parameter's shape, None if that is unknown. `entries` are the keys of its
-    state dict if its class defines one. `unsaved_states` is the number of buffers whose states no save contains, and
-    the number of all buffers. `scaler` is the loss scaler, `computes_norm` is true if gradients can be clipped.
+    `kind` names the wrapper. This is `rank` of `dp` ranks that share the buffers; at stage 0, rank 0 of 1. `groups` are
+    the param groups as in a state dict, `order` has the parameters of each in the order of the script: the trainable
+    ones, and of a torch optimizer without a wrapper the frozen ones as well. `parameters` are those of the module in
+    its order, and whether each is trained. `name` is the class of the inner optimizer, `group_keys` are the keys of its
+    param groups. `decoupled` says whether weight decay is decoupled from the gradient, None if each group decides.
+    `states` maps the states that a new optimizer keeps to whether they have their parameter's shape, None if that is
+    unknown. `entries` are the keys of its state dict if its class defines one. `unsaved_states` is the number of
+    buffers whose states no save contains, and the number of all buffers. `scaler` is the loss scaler, `computes_norm`
+    is true if gradients can be clipped.
     """
 
     kind: str
@@ -106,6 +108,7 @@ class LiveOptimizer(Generic[B]):
     buffers: tuple[B, ...]
     groups: tuple[Mapping[str, object], ...]
     order: tuple[Mapping[str, Shape], ...]
+    parameters: Mapping[str, bool]
     name: str
     group_keys: frozenset[str] = frozenset()
     decoupled: bool | None = None
@@ -119,9 +122,18 @@ class LiveOptimizer(Generic[B]):
     def replicated(self) -> bool:
         return self.stage == 0
 
+    @property
+    def trained(self) -> set[str]:
+        """Return the parameters of all buffers."""
+        return {name for buffer in self.buffers for name in buffer.shapes}
+
     def members(self, group: int) -> list[str]:
         """Return the parameters of a param group in the order of its buffers."""
         return [name for buffer in self.buffers if buffer.group == group for name in buffer.shapes]
+
+    def listed(self, group: int) -> list[str]:
+        """Return the parameters of a param group, with frozen ones if the optimizer lists them."""
+        return list(self.order[group]) if self.replicated else self.members(group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from loader_jobs import without_versions
 from saves import Saves
@@ -109,3 +110,51 @@ def test_the_layers_of_a_pipeline_are_loaded_one_by_one(worlds: Any, tmp_path: P
     """DeepSpeed calls `load_state_dict` of each layer, and not of the PipelineModule."""
     (saved,) = worlds[1].run("loader_jobs.piped", run=Run(1, 1), folder=str(tmp_path), save=True)
     assert worlds[2].run("loader_jobs.piped", run=Run(1, 2), folder=str(tmp_path), save=False) == [saved] * 2
+
+
+_FULL, _ZERO = Run(0, 1, "fp32"), Run(1, 2, "fp32")
+
+
+@pytest.mark.parametrize("target", (_ZERO, Run(0, 2, "bf16")), ids=str)
+def test_parameters_that_are_trained_in_turns_do_not_take_each_others_moments(
+    worlds: Any, tmp_path: Path, target: Run
+) -> None:
+    """A frozen one has states, and the trained one has none yet: whose they are is not told by who has some."""
+    given = {"run": _FULL, "folder": str(tmp_path), "frozen": "b", "then": "a"}
+    (saved,) = worlds[1].run("turns_jobs.save", **given)
+    assert saved["a.weight"][0] is not None and saved["b.weight"][0] is None
+    for told in worlds[2].run("turns_jobs.load", run=target, folder=str(tmp_path), frozen="a"):
+        assert told["error"] == "ParamGroupMismatch" and told["unchanged"]
+        assert "names no parameter (ZeRO stage 0), and lists frozen ones" in told["text"]
+
+
+@pytest.mark.parametrize("frozen", ("a", "b"))
+def test_frozen_parameters_that_an_optimizer_lists_are_counted(worlds: Any, tmp_path: Path, frozen: str) -> None:
+    """Those that are trained take their moments, whichever comes first."""
+    given = {"folder": str(tmp_path), "frozen": frozen}
+    (saved,) = worlds[1].run("turns_jobs.save", run=_FULL, **given)
+    name = "b.weight" if frozen == "a" else "a.weight"
+    (told,) = worlds[1].run("turns_jobs.load", run=Run(1, 1, "fp32"), **given)
+    assert torch.equal(told[name][0], saved[name][0]) and told[name][1] == 0.005
+
+
+def test_a_parameter_that_has_made_no_step_begins_without_moments(worlds: Any, tmp_path: Path) -> None:
+    """Its group takes the saved rate all the same."""
+    given = {"folder": str(tmp_path), "apart": True}
+    (saved,) = worlds[1].run("turns_jobs.save", run=_FULL, frozen="b", then="", **given)
+    (told,) = worlds[1].run("turns_jobs.load", run=Run(1, 1, "fp32"), frozen="", **given)
+    assert torch.equal(told["a.weight"][0], saved["a.weight"][0])
+    assert (told["b.weight"], saved["b.weight"]) == ((None, 0.005), (None, 0.005))
+
+
+@pytest.mark.parametrize(("source", "target"), ((_FULL, _ZERO), (Run(1, 1, "fp32"), Run(0, 2, "fp32"))), ids=str)
+def test_weights_in_another_memory_format_are_refused_as_such(
+    worlds: Any, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """Not as a wrong order of parameters, and not once the engine is being filled."""
+    turned = source.stage == 0
+    given = {"folder": str(tmp_path), "frozen": ""}
+    worlds[source.dp].run("turns_jobs.save", run=source, turned=turned, **given)
+    for told in worlds[2].run("turns_jobs.load", run=target, turned=not turned, **given):
+        assert told["error"] == "UnsupportedLayout" and told["unchanged"]
+        assert ("row-major" if turned else "not contiguous in this run") in told["text"]

@@ -39,10 +39,10 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3730),
+    "model, planning": (("model", "planning"), 3740),
     "execution": (("execution",), 2900),
     "containers": (("containers",), 6600),
-    "formats/zero": (("formats/zero",), 7270),
+    "formats/zero": (("formats/zero",), 7360),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5240),
     "hosts/deepspeed": (("hosts/deepspeed",), 7085),

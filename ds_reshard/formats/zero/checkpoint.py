@@ -110,7 +110,8 @@ class AnyCheckpoint:
     weights that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
     files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
     was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `uncut` are states of stage 0 that follow no parameter.
+    bytes, and a reader wants them once. `uncut` are states of stage 0 that follow no parameter, `stateless` are
+    parameters that its optimizer lists and has no states of, though of others.
     """
 
     listing: Listing
@@ -126,6 +127,7 @@ class AnyCheckpoint:
     rows: tuple[ModelStates, ...] = ()
     divided: Mapping[str, Division] = field(default_factory=dict)
     uncut: tuple[Fault, ...] = ()
+    stateless: frozenset[str] = frozenset()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

@@ -6,9 +6,10 @@ DeepSpeed 0.19.8 saves `optimizer.state_dict()` in the model file: of a torch op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from math import prod
+from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import (
@@ -72,20 +73,24 @@ def stage0_kind(checkpoint: ZeroCheckpoint) -> str:
     return next((kind for mark, kind in marks.items() if mark in saved), "torch")
 
 
-def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], listed: Sequence[int]) -> bool:
+def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], trained: Container[str]) -> bool:
     """Whether the saved param groups are as large as those of a run, in parameters, or where they are flat in elements.
 
-    `order` has the trainable parameters of each group of the run, and `listed` how many it lists: a torch optimizer
-    lists frozen ones too, and has no states of them.
+    `order` has the parameters that each group of the run lists, `trained` are those that it trains.
     """
     saved, optimizer = torch_optimizer(model), model.entries.get("optimizer")
+    own = [_trained(shapes, trained) for shapes in order]
     if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:
         sizes = [master.numel for master in masters(model)]
-        return sizes == [sum(map(prod, shapes.values())) for shapes in order]
+        return sizes == [sum(map(prod, shapes.values())) for shapes in own]
     held, numbers = saved.get("state"), [group.get("params") for group in param_groups(saved)]
     lists = [one if isinstance(one, list) else [] for one in numbers]
-    trained = [sum(isinstance(held, dict) and number in held for number in one) for one in lists]
-    return [*map(len, lists)] == [*listed] or trained == [*map(len, order)]
+    with_states = [sum(isinstance(held, dict) and number in held for number in one) for one in lists]
+    return [*map(len, lists)] == [*map(len, order)] or with_states == [*map(len, own)]
+
+
+def _trained(shapes: Mapping[str, Shape], trained: Container[str]) -> dict[str, Shape]:
+    return {name: shape for name, shape in shapes.items() if name in trained}
 
 
 def same_places(checkpoint: ZeroCheckpoint, sizes: set[int], groups: Sequence[Mapping[str, object]] | None) -> bool:
@@ -108,7 +113,8 @@ def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]
 class _Found:
     """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint.
 
-    `raw` says that the weights are the masters.
+    `raw` says that the weights are the masters, `stateless` are parameters that the optimizer lists and has no states
+    of.
     """
 
     path: str
@@ -120,10 +126,14 @@ class _Found:
     uncut: list[Fault] = field(default_factory=list)
     groups: list[GroupFacts] = field(default_factory=list)
     raw: bool = False
+    stateless: set[str] = field(default_factory=set)
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
-        if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape or not tensor.contiguous:
+        if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape:
             self.faults.append(_order_fault(name, kind, shape, tensor.shape))
+            return
+        if not tensor.contiguous:
+            (self.uncut if state else self.faults).append(_strided(f"{kind} of {name}"))
             return
         buffer = f"{kind}/{name}"
         self.tensors[buffer] = tensor
@@ -148,9 +158,17 @@ Named = tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]
 
 
 def with_order(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], ep_rank: int = 0, first: Mapping[str, int] = {}
+    checkpoint: ZeroCheckpoint,
+    order: Sequence[Mapping[str, Shape]],
+    parameters: Mapping[str, bool],
+    ep_rank: int = 0,
+    first: Mapping[str, int] = {},
 ) -> Named:
-    """The same checkpoint with its optimizer named: `order` lists each param group's trainable parameters.
+    """The same checkpoint with its optimizer named: `order` lists each param group's parameters.
+
+    `parameters` are those of the run's module in its order, and whether it trains each. A torch optimizer lists frozen
+    ones too, and it alone: if `order` has less than were saved, the group is taken to have all of the run's, in the
+    order of the module, and none of them to have states.
 
     Each tensor-parallel rank has an optimizer, and so has each expert-parallel rank. Of the latter `ep_rank` is this
     run's, and `first` has by layer the number of its first expert; what every rank has is then read from the first
@@ -158,10 +176,18 @@ def with_order(
     buffer, for each model file. Shapes are checked one by one (ModelMismatch), and that several optimizers say the same
     beside their tensors; where masters are saved, the caller compares their cast with the weights.
     """
-    columns, named, faults = list(_columns(checkpoint, order, ep_rank, first)), list[_Found](), list[Fault]()
-    for model, shapes in columns:
+    trained = {name for name, trains in parameters.items() if trains}
+    frozen = parameters.keys() - trained
+    groups = [
+        _Group(
+            shapes, trained & shapes.keys(), [n for n in parameters if n in frozen or (n in trained and n in shapes)]
+        )
+        for shapes in order
+    ]
+    columns, named, faults = list(_columns(checkpoint, groups, ep_rank, first)), list[_Found](), list[Fault]()
+    for model, own_groups in columns:
         with collected(faults):
-            named.append(_named(model, shapes))
+            named.append(_named(model, own_groups))
     if len(columns) > 1:
         faults += [fault for found in named for fault in found.uncut]
         of, alike = ("expert", _alike) if checkpoint.listing.places else ("tensor", _by_name)
@@ -188,22 +214,48 @@ def with_order(
     facts = OptimizerFacts(groups=tuple(own.groups), scalars=own.scalars)
     entries = {**checkpoint.model.entries, "optimizer": columns[0][0].entries["optimizer"]}
     model, uncut = replace(checkpoint.model, entries=entries), tuple(own.uncut)
-    return replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut), extents
+    made = replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut)
+    some = any(one.key.kind not in ("weight", "fp32") for one in own.placements) or own.scalars
+    return replace(made, stateless=frozenset(own.stateless if some else ())), extents
+
+
+class _Group(NamedTuple):
+    """The parameters of a param group of a run, in the order of the script, and those that it trains.
+
+    `beside` are these and all frozen ones, in the order of the module.
+    """
+
+    shapes: Mapping[str, Shape]
+    trained: Set[str]
+    beside: Sequence[str]
+
+    @property
+    def own(self) -> dict[str, Shape]:
+        """The shapes of those that it trains."""
+        return _trained(self.shapes, self.trained)
 
 
 def _columns(
-    checkpoint: ZeroCheckpoint, order: Sequence[Mapping[str, Shape]], ep_rank: int, first: Mapping[str, int]
-) -> Iterator[tuple[ModelStates, Sequence[Mapping[str, Shape]]]]:
+    checkpoint: ZeroCheckpoint, order: Sequence[_Group], ep_rank: int, first: Mapping[str, int]
+) -> Iterator[tuple[ModelStates, Sequence[_Group]]]:
     """The model files with optimizers, each with the order under the names, and in the shapes, of its rank."""
     listing = checkpoint.listing
     for model in checkpoint.rows:
-        lacking = [name for group in order for name in group if name not in model.module]
+        lacking = [name for group in order for name in group.own if name not in model.module]
         faults = [damaged(model.path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
         raise_faults(faults, subject=f"checkpoint {listing.folder}")
-        yield model, [{name: model.module[name].shape for name in group} for group in order]
+        held = {name: tensor.shape for name, tensor in model.module.items()}
+        yield model, [one._replace(shapes={n: held.get(n, s) for n, s in one.shapes.items()}) for one in order]
     if listing.places:
         local = {prefix: -number for prefix, number in first.items()}
-        yield of_place(checkpoint, 0), [{renumbered(n, local): s for n, s in shapes.items()} for shapes in order]
+        new = {name: renumbered(name, local) for group in order for name in (*group.shapes, *group.beside)}
+        yield (
+            of_place(checkpoint, 0),
+            [
+                _Group({new[n]: s for n, s in shapes.items()}, {new[n] for n in own}, [new[n] for n in beside])
+                for shapes, own, beside in order
+            ],
+        )
         yield of_place(checkpoint, ep_rank), order
     elif not checkpoint.rows:
         yield checkpoint.model, order
@@ -231,7 +283,7 @@ def _alike(found: _Found) -> str:
     return repr((groups, [*map(sorted, scalars)]))
 
 
-def _named(model: ModelStates, order: Sequence[Mapping[str, Shape]]) -> _Found:
+def _named(model: ModelStates, order: Sequence[_Group]) -> _Found:
     """The optimizer of one model file, by the order of its parameters."""
     saved = model.entries.get("optimizer")
     if not isinstance(saved, dict):
@@ -246,20 +298,28 @@ def _named(model: ModelStates, order: Sequence[Mapping[str, Shape]]) -> _Found:
         found = _Found(path=model.path, archive=archive)
         found.uncut += [_uncut(name, what) for name, what in own_values(inner).items()]
         found.raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
-        for g, (group, shapes) in enumerate(zip(groups, order, strict=True)):
+        for g, (group, own) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:
-                _flat(found, saved["fp32_groups_flat"][g], inner["state"].get(group["params"][0], {}), shapes, g)
+                _flat(found, saved["fp32_groups_flat"][g], inner["state"].get(group["params"][0], {}), own.own, g)
+                continue
+            held, indices = _counted(group, inner["state"]), group["params"]
+            if found.raw:
+                _raw(found, held, indices, own)
+            elif len(indices) != len(own.own):
+                found.faults.append(groups_fault(found.path, len(own.own), len(indices)))
             else:
-                masters = saved["fp32_groups"][g] if not found.raw else None
-                _per_parameter(found, masters, _counted(group, inner["state"]), group["params"], shapes)
+                for index, (name, shape), master in zip(indices, own.own.items(), saved["fp32_groups"][g], strict=True):
+                    found.place(name, "fp32", shape, master, state=False)
+                    _states(found, name, shape, held.get(index, {}))
     raise_faults(found.faults, subject=f"checkpoint {model.path}")
     if found.raw:
-        for name, shape in ((n, s) for shapes in order for n, s in shapes.items()):
+        for name, shape in ((n, s) for one in order for n, s in one.own.items()):
             if name in model.module:
                 found.place(name, "fp32", shape, model.module[name], state=False)
+        raise_faults(found.faults, subject=f"checkpoint {model.path}")
     hyper = ({str(key): value for key, value in group.items() if key != "params"} for group in groups)
     found.groups += [
-        GroupFacts(members=tuple(shapes), hyperparameters=own) for own, shapes in zip(hyper, order, strict=True)
+        GroupFacts(members=tuple(one.shapes), hyperparameters=own) for own, one in zip(hyper, order, strict=True)
     ]
     return found
 
@@ -281,28 +341,41 @@ def _counted(
     return {**states, **{index: {**states[index], "step": max(steps)} for index in said}}
 
 
-def _per_parameter(
-    found: _Found,
-    masters: Sequence[TensorRecord] | None,
-    states: Mapping[int, Mapping[str, object]],
-    indices: Sequence[int],
-    shapes: Mapping[str, Shape],
-) -> None:
-    """One tensor a parameter. A torch optimizer lists frozen parameters too, but holds no state of them."""
-    trained = [i for i in indices if i in states] if masters is None else list(indices)
-    if not trained and masters is None:
-        return
-    if len(trained) != len(shapes):
-        found.faults.append(groups_fault(found.path, len(shapes), len(trained)))
-        return
-    for j, (index, (name, shape)) in enumerate(zip(trained, shapes.items(), strict=True)):
-        if masters is not None:
-            found.place(name, "fp32", shape, masters[j], state=False)
-        for kind, value in states.get(index, {}).items():
-            if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
-                found.place(name, str(kind), shape, value)
+def _raw(found: _Found, states: Mapping[int, Mapping[str, object]], indices: Sequence[int], group: _Group) -> None:
+    """The states of a torch optimizer, which counts its parameters.
+
+    That one has states does not say which it is: of parameters that are trained in turns, one has states while it is
+    frozen, and another has none yet.
+    """
+    own, names = group.own, list[str | None](group.shapes)
+    held = [bool(states.get(index)) for index in indices]
+    if len(indices) != len(names):
+        if not any(held):
+            return
+        trained, sure = iter(own), [name in own for name in group.beside] == held
+        sure = sure and [name for name in group.beside if name in own] == list(own)
+        if sum(held) != len(own) or not (sure or len(group.beside) == len(own)):
+            wrong = groups_fault if sum(held) != len(own) else _places_fault
+            found.faults.append(wrong(found.path, len(own), sum(held) if sum(held) != len(own) else len(held)))
+            return
+        names = [next(trained) if one else None for one in held]
+    for index, name in zip(indices, names, strict=True):
+        state = states.get(index) or {}
+        if name is not None and name in own:
+            if state:
+                _states(found, name, own[name], state)
             else:
-                found.scalar(name, str(kind), value)
+                found.stateless.add(name)
+        elif state:
+            found.uncut.append(_uncut(f"of {name}, which this run does not train,", ", ".join(state)))
+
+
+def _states(found: _Found, name: str, shape: Shape, state: Mapping[str, object]) -> None:
+    for kind, value in state.items():
+        if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
+            found.place(name, str(kind), shape, value)
+        else:
+            found.scalar(name, str(kind), value)
 
 
 def _flat(
@@ -341,6 +414,20 @@ def _uncut(name: str, found: str) -> Fault:
     what = "does not follow the parameters, so it cannot be cut for another layout"
     mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
     return UnsupportedLayout.fault(f"optimizer state {name}", what, "a tensor or one value", found, mend=mend)
+
+
+def _strided(name: str) -> Fault:
+    what = "does not lie row-major in the file, so it cannot be cut for another layout"
+    mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+    return UnsupportedLayout.fault(name, what, "a contiguous tensor", "another memory format", mend=mend)
+
+
+def _places_fault(path: str, trained: int, listed: int) -> Fault:
+    what = "names no parameter (ZeRO stage 0), and lists frozen ones in an order that no file tells, or with states"
+    mend = "resume with the layout that was saved; or build the optimizer of the parameters that are trained alone"
+    mend += ", or pass load_optimizer_states=False, load_lr_scheduler_states=False"
+    expected, found = f"{trained} parameters, which this run trains", f"{listed}"
+    return ParamGroupMismatch.fault(path, what, expected, found, mend=mend)
 
 
 def groups_fault(path: str, expected: int, found: int) -> Fault:

@@ -623,6 +623,7 @@ class Launch:
             ),
             groups=as_saved(inner.param_groups),
             order=tuple(shapes),
+            parameters={name: one.trainable for name, one in parameters.items()},
             name=cls.__name__ if cls is not None else type(inner).__name__,
             group_keys=frozenset(inner.defaults),
             decoupled=decoupled_in(inner),

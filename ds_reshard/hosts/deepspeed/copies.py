@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import reduce
-from typing import cast
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.checksums import Ledger
@@ -84,7 +83,8 @@ def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: Liv
     if len(checkpoint.stages) > 1 and not checkpoint.rows:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
     ep_rank = next((held.first // held.size for held in grid.experts.values()), 0)
-    return with_order(checkpoint, live.order, ep_rank, {prefix: held.first for prefix, held in grid.experts.items()})
+    first = {prefix: held.first for prefix, held in grid.experts.items()}
+    return with_order(checkpoint, live.order, live.parameters, ep_rank, first)
 
 
 def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
@@ -104,10 +104,9 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
         if len(sizes) > 1:
             expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
-        listed = live.order if live.kind != "torch" else [cast(list[object], one["params"]) for one in live.groups]
         of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
         if len(saved) == grid.pp and not checkpoint.rows:
-            if same_sizes(saved[grid.stage], live.order, [*map(len, listed)]):
+            if same_sizes(saved[grid.stage], live.order, live.trained):
                 return
             expected, found = f"the layers of stage {grid.stage}", "others"
     else:

@@ -460,7 +460,7 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
     place = (0, 1) if group is None else (rank(group), world_size(group))
     buffers = tuple(_buffers(kind, optimizer, names, place))
     groups, inner = live_groups(engine), inner_of(engine)
-    devices = getattr(optimizer, "subgroup_to_device", {}).values()
+    devices, trained = getattr(optimizer, "subgroup_to_device", {}).values(), {n for b in buffers for n in b.shapes}
     name = scale_name(optimizer)
     return LiveOptimizer(
         kind=kind,
@@ -470,6 +470,7 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
         buffers=buffers,
         groups=as_saved(groups),
         order=_order(kind, optimizer, names, buffers, len(groups)),
+        parameters={names[one]: names[one] in trained for one in engine.module.parameters() if one in names},
         name=type(inner).__name__,
         group_keys=frozenset(getattr(inner, "defaults", {})),
         decoupled=decoupled_in(inner),
@@ -540,6 +541,12 @@ def _order(
 ) -> tuple[dict[str, Shape], ...]:
     if kind == "zero":
         return tuple(_shapes(params, names) for params in optimizer.bit16_groups)
+    if kind == "torch":
+        listed = [cast("list[torch.Tensor]", group["params"]) for group in optimizer.param_groups]
+        return tuple(
+            {names.get(param, f"{number}.{n}"): param_shape(param) for n, param in enumerate(params)}
+            for number, params in enumerate(listed)
+        )
     order: list[dict[str, Shape]] = [{} for _ in range(groups)]
     for buffer in buffers:
         order[buffer.group] |= buffer.shapes

@@ -244,6 +244,8 @@ def want_model(wants: Wants, run: Run, *, masters: bool, strict: bool) -> None:
             (name for name in entry.entries if name in trainable and has(wants.checkpoint, name, "fp32")), None
         )
         if masters and live is not None and master is not None:
+            if live.kind in ("torch", "unfused") and not entry.contiguous:
+                wants.faults.append(_unread(master, "has masters or states that are not contiguous in this run"))
             if live.kind == "torch":
                 continue
             if not _weight_as_trained(wants.checkpoint, entry):
@@ -438,7 +440,7 @@ def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
         if own is not None and live.name in _LIONS:
             own, saved = own - {_UNUSED}, saved - {_UNUSED}
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
-        if not saved and (muon or _before_first_step(checkpoint)):
+        if not saved and (muon or _before_first_step(checkpoint) or checkpoint.stateless.issuperset(buffer.shapes)):
             continue
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
             yield ModelMismatch.fault(

@@ -450,7 +450,7 @@ class SavedGroups:
         inherited = {}
         for number in range(len(self._live.groups)):
             firsts: dict[int, _Named] = {}
-            for name in self._live.members(number):
+            for name in self._live.listed(number):
                 if name in home:
                     firsts.setdefault(id(home[name]), (name, home[name].hyperparameters or {}))
             if not firsts or home[next(iter(firsts.values()))[0]].hyperparameters is None:
@@ -479,7 +479,7 @@ class SavedGroups:
         home = {name: number for number, names in enumerate(members) for name in names}
         saved, order, joined = len(members), list[int](), list[list[int]]()
         for number in range(len(self._live.groups)):
-            found = sorted({home[name] for name in self._live.members(number) if name in home})
+            found = sorted({home[name] for name in self._live.listed(number) if name in home})
             order.append(found[0] if found else min(number, saved - 1))
             joined.append(found or [order[-1]])
         lasts = [found[-1] for found in joined]
