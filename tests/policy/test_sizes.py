@@ -39,7 +39,7 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3740),
+    "model, planning": (("model", "planning"), 3750),
     "execution": (("execution",), 2900),
     "containers": (("containers",), 6600),
     "formats/zero": (("formats/zero",), 7360),
