@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -224,9 +223,6 @@ class _Forecasting:
         listing = find_listing(self.path, None)  # raises where nothing is there
         what = "is no checkpoint that this load is foreseen of: Megatron-LM reads it itself, or begins from the start"
         mend = f"give the folder of --save of a run with --ckpt-format torch_dist or torch, not {listing.folder}"
-        step, latest = getattr(arguments, "ckpt_step", None), os.path.basename(listing.folder)
-        if step and latest.startswith("iter_") and not os.path.isdir(os.path.join(self.path, f"iter_{step:07d}")):
-            what, mend = f"has no iteration {step}", f"name one that is there: --ckpt-step {int(latest[5:])}"
         raise error_of([CheckpointNotFound.fault(self.path, what, mend=mend)], subject="preflight")
 
     def _open(self, saved: Saved, arguments: Namespace, load: Load) -> None:

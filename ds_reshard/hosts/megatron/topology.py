@@ -9,7 +9,7 @@ import os
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from ds_reshard.containers import folders
@@ -108,7 +108,17 @@ def find_saved(arguments: Namespace) -> Saved | None:
         looked_in = _looked_in(arguments, path)
         if looked_in is not None and looked_in[0] == path:
             raise_faults(_passed_over(path.rstrip("/")), subject=f"loading {path}")
+        first = getattr(arguments, "pretrained_checkpoint", None)
+        if first is not None and not folders.is_file(os.path.join(first, TRACKER)):
+            raise_faults(map(_of_pretrained, _passed_over(first.rstrip("/"))), subject=f"loading {first}")
     return saved
+
+
+def _of_pretrained(fault: Fault) -> Fault:
+    """The same of `--pretrained-checkpoint`, where Megatron raises a FileNotFoundError that names no folder."""
+    flag = "--pretrained-checkpoint"
+    what = fault.what.replace("--load", flag).replace("Megatron-LM would begin anew", "Megatron-LM would find none")
+    return replace(fault, what=what, mend=fault.mend.replace("--load", flag))
 
 
 def _passed_over(path: str) -> Iterator[Fault]:
@@ -210,10 +220,16 @@ def _tracker_faults(folder: str, step: str | None) -> Iterator[Fault]:
     `_get_checkpoint_format`, 0.18.2 and 0.19.2).
     """
     told, names = latest_iteration(folder), folders.names(folder)
-    if told == "release" or (told.isdecimal() and (step is not None or iteration_name(told) in names)):
-        return
     there = sorted(int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdecimal())
     listed = ", ".join(map(str, there[-12:]))
+    if told.isdecimal() and step is not None:
+        if iteration_name(step) not in names:
+            what = f"names no iteration of {folder}, where Megatron-LM would end in a FileNotFoundError"
+            mend = f"give --ckpt-step {there[-1]}, or another of {listed}" if there else "leave it out"
+            yield ConfigError.fault(f"--ckpt-step {step}", what, mend=mend)
+        return
+    if (told == "release" or told.isdecimal()) and iteration_name(told) in names:
+        return
     mend = f"write one of the iterations that are there into it: {listed}" if there else "remove it, to begin anew"
     what = "names no checkpoint that is there: a save may have been killed"
     yield CheckpointDamaged.fault(

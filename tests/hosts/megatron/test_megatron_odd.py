@@ -98,6 +98,23 @@ def test_a_tracker_that_names_no_checkpoint(stages: Any, release: str, told: str
     assert str(tracker) in said["message"] and "that are there into it: 5, 9" in said["message"]
 
 
+@pytest.mark.parametrize("kind", ["dist-sharded", "torch-bf16"])
+def test_an_iteration_that_is_not_there(stages: Any, kind: str) -> None:
+    """Of `--ckpt-step`, of a tracker that names a release, and beside `--pretrained-checkpoint`: a name and a line."""
+    folder, options = _earlier(stages, "0.19.2", FORMATS[kind]), FORMATS[kind]
+    told = stages.untouched("0.19.2", options=f"{options} --ckpt-step 7", folder=folder)
+    assert (told["refused"], told["changed"]) == ("ConfigError", [])
+    assert "give --ckpt-step 9, or another of 5, 9" in told["message"]
+    first = f"--pretrained-checkpoint {folder / 'iter_0000005'}"
+    told = stages.untouched("0.19.2", options=f"{options} {first}", folder=stages.folder() / "none")
+    assert (told["refused"], told["changed"]) == ("CheckpointNotFound", [])
+    assert f"give --pretrained-checkpoint {folder} --ckpt-step 5" in told["message"]
+    (folder / "latest_checkpointed_iteration.txt").write_text("release", encoding="utf-8")
+    told = stages.untouched("0.19.2", options=options, folder=folder)
+    assert (told["refused"], told["changed"]) == ("CheckpointDamaged", [])
+    assert "that are there into it: 5, 9" in told["message"]
+
+
 @RELEASES
 def test_a_format_that_is_detected(stages: Any, release: str) -> None:
     """`--auto-detect-ckpt-format`: what is on disk counts, not `--ckpt-format`."""
