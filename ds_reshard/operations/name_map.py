@@ -126,10 +126,12 @@ class NameMap:
             taken.update(others)
             new[name] = others[0]
             tied |= dict.fromkeys(others[1:], others[0])
+        facts = content.facts
+        for name in (name for group in (facts.groups if facts is not None else ()) for name in group.members):
+            new.setdefault(name, given.get(name, (name,))[0])  # of states that go by another name than their weight
         order = {name: number for number, name in enumerate(new)}
         keys = sorted(content.tensors, key=lambda key: order.get(key.name, len(order)))
         tensors = {key._replace(name=new.get(key.name, key.name)): content.tensors[key] for key in keys}
-        facts = content.facts
         if facts is not None:
             saved = facts.groups
             numbers = sorted(range(len(saved)), key=lambda number: _first(saved[number], order))

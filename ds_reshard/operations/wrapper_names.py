@@ -1,7 +1,11 @@
-"""Names of parameters that differ by what wrappers put into them: torch.compile, DDP, FSDP, adapters of PEFT."""
+"""Names of parameters that differ by what wrappers put into them: torch.compile, DDP, FSDP, adapters of PEFT.
+
+Also by a module that the one model is inside of the other, as Lightning's modules call what they train `model`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import SequenceMatcher
@@ -19,11 +23,15 @@ Tokens = tuple[str, ...]
 def patterns(saved: Collection[str], run: Collection[str]) -> dict[str, str] | None:
     """A map of names, as `NameMap` reads it, that gives saved parameters the names that the run has for them.
 
-    None where no wrapper explains the names that the run has and the checkpoint lacks, or only some of them.
+    None where neither wrappers nor one module around all explain the names that the run has and the checkpoint lacks,
+    or only some of them.
     """
     lacking, left = set(run) - set(saved), set(saved) - set(run)
     ours, theirs = _by_plain(lacking), _by_plain(left)
     pairs = {theirs[plain]: name for plain, name in ours.items() if plain in theirs}
+    if not pairs:
+        pairs = _under_one_module(ours, theirs)
+        pairs = pairs or {old: new for new, old in _under_one_module(theirs, ours).items()}
     if not pairs:
         return None
     edits = [(old, new, *_edit(old.split("."), new.split("."))) for old, new in pairs.items()]
@@ -36,12 +44,27 @@ def patterns(saved: Collection[str], run: Collection[str]) -> dict[str, str] | N
     return None
 
 
+def convert_line(saved: Collection[str], lacking: Collection[str], *, folder: str) -> str | None:
+    """What mends a load of a DCP folder of which wrappers have changed all names; None where they explain none."""
+    names = patterns(saved, lacking)
+    line = f"ds-reshard convert {folder} OUT --to dcp --names map.json"
+    return None if names is None else f"write {json.dumps(names)} to map.json and load what this makes:\n{line}"
+
+
 def _by_plain(names: Iterable[str]) -> dict[str, str]:
     """The names by what is left of them without wrappers; without those that this does not tell apart."""
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(_plain(name), []).append(name)
     return {plain: one for plain, (one, *more) in found.items() if not more}
+
+
+def _under_one_module(inner: Mapping[str, str], outer: Mapping[str, str]) -> dict[str, str]:
+    """The outer names of the inner ones, if these all lie below one module of the outer: `model` of Lightning's."""
+    first = next(iter(inner), None)
+    tops = [name.removesuffix(first) for name in outer if first and name.endswith(f".{first}")]
+    tops = [top for top in tops if all(f"{top}{plain}" in outer for plain in inner)]
+    return {outer[f"{top}{plain}"]: name for top in tops if len(tops) == 1 for plain, name in inner.items()}
 
 
 def _plain(name: str) -> str:

@@ -139,6 +139,10 @@ def test_a_universal_folder_is_renamed_by_convert(worlds: Any, tmp_path: Path) -
         ("module.layers.{}.w", "_orig_mod.layers.{}.w"),
         ("layers.{}.lora_A.weight", "base_model.model.layers.{}.lora_A.default.weight"),
         ("base_model.model.layers.{}.q.base_layer.weight", "layers.{}.q.weight"),
+        ("model.layers.{}.w", "layers.{}.w"),
+        ("layers.{}.w", "net.model.layers.{}.w"),
+        ("model.layers.{}.w", "base_model.model.layers.{}.w"),
+        ("_orig_mod.model.layers.{}.w", "module.layers.{}.w"),
     ],
 )
 def test_wrappers_of_every_layer_are_a_few_patterns(saved: str, run: str) -> None:
@@ -146,3 +150,45 @@ def test_wrappers_of_every_layer_are_a_few_patterns(saved: str, run: str) -> Non
     made = patterns(*names)
     assert made is not None and len(made) <= 2
     assert patterns(["a.weight"], ["b.weight"]) is None
+
+
+def test_one_module_around_all_is_no_guess() -> None:
+    """What else is saved beside it stays; a part of another model, or a name twice, is no such module."""
+    assert patterns(["model.a.w", "model.b.w", "lm_head.w"], ["a.w", "b.w"]) == {r"model\.(.+)": "{1}"}
+    assert patterns(["a.w", "b.w"], ["model.a.w", "model.b.w", "head.w"]) == {"(.+)": "model.{1}"}
+    assert patterns(["model.a.w", "model.c.w"], ["a.w", "b.w"]) is None
+    assert patterns(["student.a.w", "teacher.a.w"], ["a.w"]) is None
+
+
+@pytest.mark.parametrize("loose", [False, True], ids=["strict", "partial"])
+@pytest.mark.parametrize("top", ["model", "net", "app", ""])
+@pytest.mark.parametrize(("saved", "loaded"), [("compiled", "plain"), ("plain", "held")])
+def test_torchs_own_load_that_finds_nothing_is_mended_by_its_lines(
+    worlds: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: str, loaded: str, top: str, loose: bool
+) -> None:
+    """Of `torch.distributed.checkpoint.load`: a partial one left the weights as they were, and said nothing."""
+    folder = str(tmp_path / "saved")
+    (truth, _) = worlds[2].run("wrapped_jobs.directory", wrapper=saved, folder=folder, top=top)
+    asked = {"wrapper": loaded, "top": top, "load": True}
+    told = worlds[2].run("wrapped_jobs.directory", folder=folder, loose=loose, **asked)
+    assert {one.get("error") for one in told} == {"ModelMismatch"} and len({one["text"] for one in told}) == 1, told
+    assert "has none of the weights that this run asks for" in told[0]["text"]
+    wrote = re.search(r"write (\{.*\}) to map\.json and .*\nds-reshard (.*)", told[0]["text"])
+    monkeypatch.chdir(tmp_path)
+    if wrote is not None:
+        Path("map.json").write_text(wrote[1])
+        assert main(wrote[2].split()) == 0
+    by = re.search(r"by storage_reader=(.*)", told[0]["text"])
+    assert wrote is not None or by is not None
+    reader = by[1].replace("'OUT'", repr(str(tmp_path / "OUT"))) if by is not None else ""
+    for one in worlds[2].run("wrapped_jobs.directory", folder=str(tmp_path / "OUT"), reader=reader, **asked):
+        assert "error" not in one, one
+        assert all(map(torch.equal, truth["weights"], one["weights"]))
+
+
+def test_torchs_own_partial_load_names_what_stays(worlds: Any, tmp_path: Path) -> None:
+    worlds[2].run("wrapped_jobs.directory", wrapper="two second", folder=str(tmp_path), top="model")
+    asked = {"folder": str(tmp_path), "top": "model", "load": True, "loose": True}
+    told = worlds[2].run("wrapped_jobs.directory", wrapper="two other", **asked)
+    stays = [line for one in told for line in one["lines"] if "lacks 8 tensors (model.other.bias, " in line]
+    assert len(stays) == 1 and "which stay as they are" in stays[0], told

@@ -125,3 +125,44 @@ def load(run: Run, wrapper: str, folder: str, names: Any, again: str = "", **arg
     except ds_reshard.ReshardError as error:
         return {"error": type(error).__name__, "text": str(error)}
     return {"held": _held(engine) if not arguments else {}, "lines": [str(line) for line in lines]}
+
+
+_TOPS = {"model": ("model", "optimizer"), "app": ("app", "optim"), "net": ("net", "optim"), "": ("", "")}
+
+
+def _state(net: Any, optimizer: Any, top: str) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    weights, states = _TOPS[top]
+    if not weights:
+        return dict(net.state_dict())
+    of_run = {weights if top != "app" else "model": net.state_dict(), states: get_optimizer_state_dict(net, optimizer)}
+    return {top: of_run} if top == "app" else of_run
+
+
+def directory(
+    wrapper: str, folder: str, top: str, load: bool = False, loose: bool = False, reader: str = ""
+) -> dict[str, Any]:
+    """A folder of torch.distributed.checkpoint, saved, or loaded by torch's reader or the one that `reader` names."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+    import ds_reshard
+    import ds_reshard.dcp
+
+    torch.manual_seed(99 if load else 7)
+    net = network(wrapper)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    net(torch.randn(1, 6)).backward()
+    optimizer.step()
+    state = _state(net, optimizer, top)
+    if not load:
+        dcp.save(state, checkpoint_id=folder)
+        return {"weights": [one.detach().clone() for one in net.parameters()]}
+    how = {"storage_reader": eval(reader)} if reader else {"checkpoint_id": folder}
+    try:
+        with heard() as lines, ds_reshard.install("fsdp"):
+            dcp.load(state, planner=DefaultLoadPlanner(allow_partial_load=loose), **how)
+    except ds_reshard.ReshardError as error:
+        return {"error": type(error).__name__, "text": str(error)}
+    return {"weights": [one.detach().clone() for one in net.parameters()], "lines": [str(line) for line in lines]}

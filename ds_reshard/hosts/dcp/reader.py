@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -57,7 +56,7 @@ from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove, unproved
 from ds_reshard.operations.ranks import agree_files, gather, gather_faults, rank
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.operations.wrapper_names import patterns
+from ds_reshard.operations.wrapper_names import convert_line
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 
@@ -483,13 +482,7 @@ class Reader(StorageReader):
         saved = [
             key.removeprefix(top) for key, one in self._entries.items() if key.startswith(top) and not is_state(one)
         ]
-        names = patterns(saved, [key.removeprefix(top) for key in lacking])
-        if names is None:
-            return mend
-        return (
-            f"write {json.dumps(names)} to map.json and load what this makes:\n"
-            f"ds-reshard convert {self._source.folder} OUT --to dcp --names map.json"
-        )
+        return convert_line(saved, [key.removeprefix(top) for key in lacking], folder=self._source.folder) or mend
 
     def _verify(self, faults: Sequence[Fault], pending: Sequence[PartialSum]) -> None:
         """Raise for the `faults` of reading; with a group, for those of what all ranks have read together, too."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence, Set
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,13 +20,16 @@ from ds_reshard import hosts
 from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import UNSAFE
-from ds_reshard.errors import ConfigError, ReshardError, raise_faults
-from ds_reshard.formats.dcp.entries import Unasked, join, left_out, optimizers
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ReshardError, error_of, raise_faults
+from ds_reshard.formats.dcp.entries import MODELS, Asked, Matched, Unasked, join, left_out, named, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
+from ds_reshard.model.content import WEIGHT
 from ds_reshard.operations.pickles import refuse_unsafe_folder
 from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, raise_caused, rank, run_on_all, world_size
+from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.watching import watched
+from ds_reshard.operations.wrapper_names import convert_line
 from ds_reshard.resume.policy_sources import refuse_unapplied
 
 if TYPE_CHECKING:
@@ -93,8 +96,14 @@ def load_directory(call: Call) -> object:
                 path = Path(folder, METADATA)
                 read, _, _ = attempt(lambda: {str(path): digest(path.read_bytes())})  # what is not there torch tells
                 agree_files(read or {}, group, subject=f"loading {folder}")
-            _refuse_left_out(call.arguments.get("state_dict"), folder, group, alone=alone)
-        return call()
+            partial_load = bool(getattr(call.arguments.get("planner"), "allow_partial_load", False))
+            _refuse_left_out(call.arguments.get("state_dict"), folder, group, alone=alone, loose=partial_load)
+        try:
+            return call()
+        except BaseException as error:  # torch's CheckpointException is no Exception
+            if folder is not None and type(error).__name__ == "CheckpointException":
+                _refuse_unfound(call.arguments.get("state_dict"), folder, error)
+            raise
 
 
 def _refuse_unsafe(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool) -> None:
@@ -119,23 +128,85 @@ def _refuse_unsafe(wanted: object, folder: str, group: ProcessGroup | None, *, a
         refuse_unsafe_folder(folder, group=group, alone=alone, objects=asked)
 
 
-def _refuse_left_out(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool) -> None:
-    """Refuse to leave out states of parameters that this run's optimizers have; warn of those of others. Collective."""
+def _refuse_left_out(wanted: object, folder: str, group: ProcessGroup | None, *, alone: bool, loose: bool) -> None:
+    """Refuse to leave out states of parameters that this run's optimizers have; warn of those of others. Collective.
+
+    Of a `loose` load, which leaves what is lacking as it is, also refuse one that finds none of the weights, and warn.
+    """
     saved: list[str] = []
 
-    def look() -> Unasked:
-        if asked := list(optimizers(wanted)):
+    def look() -> tuple[Unasked, Matched]:
+        if (asked := list(optimizers(wanted))) or loose:
             directory = read_directory(folder)
             saved.extend((*directory.tensors, *directory.objects))
             raise_faults(list(left_out(asked, saved)), subject=f"loading {folder}")
-        return Unasked.of(asked, saved)
+        return Unasked.of(asked, saved), _matched(wanted if loose else {}, saved)
 
-    unasked, faults, cause = (look(), [], None) if alone else attempt(look)
-    everyone = [(faults, unasked)] if alone else gather((faults, unasked), group)
+    nothing = Unasked(0, 0), _matched({}, ())
+    seen, faults, cause = (look(), [], None) if alone else attempt(look)
+    mine = faults, seen or nothing
+    everyone = [mine] if alone else gather(mine, group)
     raise_caused([fault for of_rank, _ in everyone for fault in of_rank], subject=f"loading {folder}", cause=cause)
-    joined, first = join([one for _, one in everyone])
+    matched = reduce(Matched.joined, [one for _, (_, one) in everyone])
+    if matched.nothing:
+        raise_faults([_unfound(wanted, matched, saved, folder)], subject=f"loading {folder}")
+    joined, first = join([one for _, (one, _) in everyone])
     if (alone or rank(group) == first) and (told := joined.warning(saved, folder)):
         logger.warning(told)
+    if matched.lacking and (alone or rank(group) == 0):
+        logger.warning("%s lacks %s, which stay as they are", folder, named(sorted(matched.lacking), "tensor"))
+
+
+def _matched(wanted: object, saved: Collection[str]) -> Matched:
+    """Which tensors of a state dict are in a folder, by the keys that torch gives them."""
+    import torch
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat = flatten_state_dict(wanted)[0] if isinstance(wanted, dict) else {}
+    tensors = [key for key, value in flat.items() if isinstance(value, torch.Tensor)]
+    return Matched.of(tensors, list(optimizers(wanted)), saved, "")
+
+
+def _unfound(wanted: object, matched: Matched, saved: Collection[str], folder: str) -> Fault:
+    """That a folder has none of the weights that are asked for, and the lines that load it."""
+    what = "has none of the weights that this run asks for, by their keys"
+    sides = named(sorted(matched.lacking), "tensor"), named(sorted(saved), "key")
+    line, _, _ = attempt(lambda: _renaming(list(optimizers(wanted)), matched.lacking, folder))
+    return ModelMismatch.fault(folder, what, *sides, mend=line or "ask for the saved keys, or build the saved model")
+
+
+def _renaming(asked: Sequence[Asked], lacking: Collection[str], folder: str) -> str | None:
+    """What makes a folder with the keys that a run asks for, and what reads it where torch's own reader does not."""
+    opened = open_checkpoint(find_listing(folder, None), whole=False, optimizer=False)
+    saved = [key.name for key in opened.layout.placements if key.kind == WEIGHT]
+    keys = [key for key in lacking if not any(key.startswith(one.top) for one in asked)]
+    top = _top(keys, frozenset().union(*(one.members for one in asked)))
+    run = [key.removeprefix(f"{top}.") for key in keys]
+    optimizer = asked[0].key if asked else "optimizer"
+    read = f"storage_reader=ds_reshard.dcp.Reader({{}}, model={top!r}, optimizer={optimizer!r})"
+    if set(run) <= set(saved):
+        return f"load it by {read.format(repr(folder))}"
+    line = convert_line(saved, run, folder=folder)
+    usual = (top, optimizer) == ("model", "optimizer")
+    return line if line is None or usual else f"{line}\nby {read.format(repr('OUT'))}"
+
+
+def _top(keys: Sequence[str], members: Set[str]) -> str:
+    """What stands in the keys of weights before the names of an optimizer's members, else a usual name."""
+    for parts in (key.split(".") for key in keys if members):
+        for at in range(len(parts)):
+            if ".".join(parts[at:]) in members:
+                return ".".join(parts[:at])
+    return next((top for top in MODELS if any(key.startswith(f"{top}.") for key in keys)), "")
+
+
+def _refuse_unfound(wanted: object, folder: str, error: BaseException) -> None:
+    """Raise ModelMismatch in place of torch's error, which names one key, where none of the weights was found."""
+    found, _, _ = attempt(lambda: read_directory(folder))
+    saved = [*found.tensors, *found.objects] if found is not None else []
+    matched = _matched(wanted, saved)
+    if found is not None and matched.nothing:
+        raise error_of([_unfound(wanted, matched, saved, folder)], subject=f"loading {folder}") from error
 
 
 def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
