@@ -389,7 +389,8 @@ def test_flags_of_the_script_are_the_policy(saves: Saves, tmp_path: Path, capsys
     rows = {row["name"]: row["this_run"] for row in told["report"]["rows"]}
     assert (rows["global batch size"], rows["group 0: betas"], rows["group 0: weight_decay"]) == (12, [0.5, 0.999], 0.7)
     assert any(
-        note.startswith('what is "auto" is taken') and note.endswith(": optimizer.params.lr") for note in told["notes"]
+        note.startswith('settings that are "auto" take') and note.endswith(": optimizer.params.lr")
+        for note in told["notes"]
     )
 
 
@@ -420,7 +421,7 @@ BAD = [
     (["--config", "bert.json"], 1, "the first key of this file is 'architectures'"),
     (["--config", "ds.json", "--tp", "3"], 1, "4 ranks cannot be divided into tp=3"),
     (["--config", "ds.json", "--nodes", "9"], 1, "9 nodes have 4 ranks"),
-    (["--config", "ds.json", "--pp", "2"], 1, "that is not foreseen"),
+    (["--config", "ds.json", "--pp", "2"], 1, "preflight cannot predict"),
     (["--config", "ds.json", "--tag", "none"], 1, "has no tag 'none'"),
     (["--config", "ds.json", "--model", "nothing"], 2, "is not module:factory"),
     (["--config", "ds.json", "--model", "no_such_module:build"], 1, "No module named 'no_such_module'"),
@@ -471,7 +472,7 @@ def test_a_folder_that_is_none_or_cannot_be_read(tmp_path: Path, capsys: Any, fo
         assert main(["preflight", folder, "--world", "4", "--config", "auto.json"]) == 1
         shown = capsys.readouterr().out
         assert shown.startswith(f"no: dp=4: {folder}: ") and "DeepSpeed refuses it" not in shown
-        assert 'what is "auto" is not known' in shown and "as the saving run had it" not in shown
+        assert 'settings that are "auto" are not known' in shown and "the saving run's value" not in shown
         Path("auto.json").write_text(json.dumps({"train_batch_size": "auto", "zero_optimization": {"stage": "x"}}))
         assert main(["preflight", folder, "--world", "4", "--config", "auto.json"]) == 1
         assert "DeepSpeed refuses it" in capsys.readouterr().out  # for more than what is "auto"

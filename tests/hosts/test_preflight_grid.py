@@ -176,4 +176,4 @@ def test_what_the_script_alone_says_is_not_foreseen(
 ) -> None:
     config = {**grid_jobs.config_of(source), "tensor_parallel": {}}
     said = foreseen.forecast(str(folders(source)), foreseen.PlannedRun(config=config, world=56, **asked))
-    assert why in said.verdict and "not foreseen" in said.verdict
+    assert why in said.verdict and "cannot predict" in said.verdict

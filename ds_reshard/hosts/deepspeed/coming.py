@@ -1,10 +1,10 @@
-"""A run that is still to come, as a load asks of it: from the DeepSpeed JSON, the ranks, and a model without memory.
+"""The LiveRun of a rank of a planned run, made from the DeepSpeed JSON, the ranks, and a model without memory.
 
-Nothing decides here: what a load decides it decides of this run as of any other. What DeepSpeed makes of a JSON is its
-own to say (`DeepSpeedConfig`, its schedulers); nothing of its optimizers is built, as they compile what they need. How
-flat buffers are cut follows `_round_robin_reorder` and the padding of `parameter_alignment`
-(runtime/zero/stage_1_and_2.py), and `_create_fp16_sub_groups` (runtime/zero/stage3.py); the optimizer's class
-`_configure_basic_optimizer` and `_configure_optimizer` (runtime/engine.py), all of DeepSpeed 0.19.8.
+Nothing is decided here: a load decides about this run as about any other. DeepSpeed itself reads the JSON
+(`DeepSpeedConfig`) and makes its schedulers; its optimizers are not built, as they compile their kernels. Flat buffers
+are cut as by `_round_robin_reorder` and the padding of `parameter_alignment` (runtime/zero/stage_1_and_2.py) and by
+`_create_fp16_sub_groups` (runtime/zero/stage3.py); the optimizer's class is chosen as by `_configure_basic_optimizer`
+and `_configure_optimizer` (runtime/engine.py), all of DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ _META = torch.device("meta")
 _KEYS = frozenset(
     {"train_batch_size", "train_micro_batch_size_per_gpu", "zero_optimization", "optimizer", "bf16", "fp16"}
 )
-"""Some key of every DeepSpeed JSON."""
+"""Every DeepSpeed JSON has one of these keys."""
 
 
 def parse_config(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
-    """DeepSpeed's reading of this JSON on `world` ranks. Raises ConfigError with DeepSpeed's words if it refuses."""
+    """Return the JSON as DeepSpeed reads it on `world` ranks. Raises ConfigError with its words if it refuses."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class OfWorld(DeepSpeedConfig):  # type: ignore[misc]
-        """As DeepSpeed reads it where the process group has so many ranks."""
+        """DeepSpeed's config class, which believes that the process group has `world` ranks."""
 
         def _configure_train_batch_size(self) -> None:
             self.world_size = world
@@ -89,29 +89,29 @@ def parse_config(config: Mapping[str, object], world: int) -> DeepSpeedConfig:
     except ConfigError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:400] or type(error).__name__
+        text = " ".join(str(error).split())[:400] or type(error).__name__
         mend = "correct the DeepSpeed JSON, or --world"
         if config and not config.keys() & _KEYS:
             mend = f"give the path of the DeepSpeed JSON: the first key of this file is {next(iter(config))!r}"
-        raise ConfigError.of("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {said}", mend=mend) from error
+        raise ConfigError.of("DeepSpeed config", f"DeepSpeed refuses it on {world} ranks: {text}", mend=mend) from error
 
 
 def fill_auto(config: Mapping[str, object], saved: Mapping[str, object]) -> tuple[dict[str, object], list[str]]:
-    """The config with the saving run's values for what is "auto", which a trainer fills, and the names of these."""
-    made: dict[str, object] = {}
+    """Replace each "auto", which a trainer would fill, by the saving run's value; return the config and their names."""
+    result: dict[str, object] = {}
     names: list[str] = []
     for key, value in config.items():
-        theirs = saved.get(key)
+        saved_value = saved.get(key)
         if isinstance(value, Mapping):
-            made[key], found = fill_auto(value, theirs if isinstance(theirs, Mapping) else {})
-            names += [f"{key}.{name}" for name in found]
+            result[key], inner_names = fill_auto(value, saved_value if isinstance(saved_value, Mapping) else {})
+            names += [f"{key}.{name}" for name in inner_names]
         elif value != "auto":
-            made[key] = value
+            result[key] = value
         else:
             names.append(key)
-            if key in saved and theirs != "auto" and key != "train_batch_size":  # which follows from the others
-                made[key] = theirs
-    return made, names
+            if key in saved and saved_value != "auto" and key != "train_batch_size":  # which follows from the others
+                result[key] = saved_value
+    return result, names
 
 
 _TRAINERS = {
@@ -127,28 +127,28 @@ _TRAINERS = {
     "bf16.enabled": "bf16",
     "fp16.enabled": "fp16",
 }
-"""The argument of Hugging Face's Trainer that fills each value (integrations/deepspeed.py, transformers 5.23)."""
+"""The argument of Hugging Face's Trainer that fills each "auto" (integrations/deepspeed.py, transformers 5.23)."""
 
 
 def fill_from_flags(config: Mapping[str, object], flags: Mapping[str, object], under: str = "") -> dict[str, object]:
-    """The config with each "auto" filled from the flags of the Trainer's script."""
-    made = dict(config)
+    """Return the config with each "auto" filled from the flags of the Trainer's script."""
+    result = dict(config)
     for key, value in config.items():
         name = f"{under}{key}"
         if isinstance(value, Mapping):
-            made[key] = fill_from_flags(value, flags, f"{name}.")
-        elif value == "auto" and (told := _trainer_value(name, flags)) is not None:
-            made[key] = told
-    return made
+            result[key] = fill_from_flags(value, flags, f"{name}.")
+        elif value == "auto" and (filled := _trainer_value(name, flags)) is not None:
+            result[key] = filled
+    return result
 
 
 def _trainer_value(name: str, flags: Mapping[str, object]) -> object:
-    """The value that the Trainer derives from its arguments, or None if they do not determine it.
+    """Return the value that the Trainer derives from its arguments, or None if they do not determine it.
 
-    A warm-up below 1 is a part of all updates, and one of 0 is made 1 (`trainer_config_finalize`, transformers 5.23).
+    A warm-up below 1 is a fraction of all updates, and 0 becomes 1 (`trainer_config_finalize`, transformers 5.23).
     """
     value, updates = flags.get(_TRAINERS.get(name, "")), flags.get("max_steps")
-    known = isinstance(updates, int) and updates > 0  # else the data decide, of which nothing is known here
+    known = isinstance(updates, int) and updates > 0  # else the number of updates follows from the data, unknown here
     if name == "scheduler.params.total_num_steps":
         return updates if known else None
     if name == "scheduler.params.warmup_num_steps" and isinstance(value, (int, float)):
@@ -163,8 +163,8 @@ def _trainer_value(name: str, flags: Mapping[str, object]) -> object:
 class PlannedModel:
     """The module of a rank, and the trainable parameters of each param group in the order of the script.
 
-    `groups` are the values that the script gives each, and `optimizer` its class; None if the JSON says it, or else
-    those that were `saved` hold. `info` and `rules` are what the module says of how its parameters are divided.
+    `groups` are the values that the script gives each param group, and `optimizer` is its class. If they are None, the
+    JSON decides, or else the `saved` values. `info` and `rules` tell how the module divides its parameters.
     """
 
     module: LiveModule
@@ -177,9 +177,9 @@ class PlannedModel:
 
 
 def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | None) -> PlannedModel:
-    """The part of the saved model that a rank will hold: its weights in `dtype`, or in their saved type if it is None.
+    """Return the part of the saved model that a rank will hold, its weights in `dtype`, or as saved if that is None.
 
-    DeepSpeed casts parameters and no buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
+    DeepSpeed casts parameters but not buffers (`_cast_module_mixed_precision`, runtime/engine.py, 0.19.8).
     """
     saved, (shards, info) = checkpoint.model, shards_on_rank(checkpoint, grid)
     shapes = {**saved.trainable, **saved_shapes(checkpoint), **shards}
@@ -196,22 +196,23 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
         key: object = name if buffer else saved.shared.get(name, name) if by_name else storage
         if grid.is_responsible_for(name):
             tensors.setdefault((buffer, key), []).append(name)
-    # weights that no file of a layer holds, or that only masters tell
+    # weights that are in no layer's file, or saved only as masters
     tensors |= {(False, name): [name] for name in trained - saved.module.keys()}
-    made = []
+    live_tensors = []
     for (buffer, _), names in tensors.items():
         first = saved.module.get(names[0])
-        own = first.dtype if first is not None else dtype or ElementType.FLOAT32
-        kept = dtype if dtype is not None and own.is_floating and not buffer else own
+        saved_dtype = first.dtype if first is not None else dtype or ElementType.FLOAT32
+        live_dtype = dtype if dtype is not None and saved_dtype.is_floating and not buffer else saved_dtype
         shape = next((shards[name] for name in names if name in shards), shapes.get(names[0], ()))
-        trains = not buffer and kept.is_floating and not trained.isdisjoint(names)
-        parameter = () if buffer else tuple(names)
-        made.append(LiveTensor(names=parameter, entries=tuple(names), shape=shape, dtype=kept, trainable=trains))
+        trainable = not buffer and live_dtype.is_floating and not trained.isdisjoint(names)
+        names_of = () if buffer else tuple(names)
+        tensor = LiveTensor(names=names_of, entries=tuple(names), shape=shape, dtype=live_dtype, trainable=trainable)
+        live_tensors.append(tensor)
     objects = list(filter(grid.is_responsible_for, saved.objects))
     return PlannedModel(
         module=LiveModule(
-            tensors=tuple(made),
-            names=frozenset({*objects, *(name for one in made for name in one.entries)}),
+            tensors=tuple(live_tensors),
+            names=frozenset({*objects, *(name for one in live_tensors for name in one.entries)}),
             unloaded={name: (None, frozenset()) for name in objects if not name.endswith(EXTRA_STATE)},
         ),
         order=order,
@@ -223,48 +224,49 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
 
 
 def _saved_values(checkpoint: AnyCheckpoint, count: int) -> list[Group]:
-    """The hyper-parameters of each saved param group, before a scheduler moved its rate."""
+    """Return the hyper-parameters of each saved param group, with the learning rate that the script gave it."""
     saved: Sequence[Mapping[str, object]] = ()
     if checkpoint.facts is not None:
         saved = [group.hyperparameters or {} for group in checkpoint.facts.groups]
     elif isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
         saved = param_groups(torch_optimizer(checkpoint.model))
-    made = []
+    values_by_group = []
     for number in range(count):
         values = dict(saved[number]) if number < len(saved) else {}
-        found = revived(values, trusted=frozenset(), where=f"param group {number}")
-        assert isinstance(found, dict)
-        made.append({name: value for name, value in found.items() if name not in ("params", "step")})
-        if "initial_lr" in made[-1]:  # what the saving script gave it
-            made[-1]["lr"] = made[-1].pop("initial_lr")
-    return made
+        group_values = revived(values, trusted=frozenset(), where=f"param group {number}")
+        assert isinstance(group_values, dict)
+        values_by_group.append({name: value for name, value in group_values.items() if name not in ("params", "step")})
+        if "initial_lr" in values_by_group[-1]:  # the rate before a scheduler changed it
+            values_by_group[-1]["lr"] = values_by_group[-1].pop("initial_lr")
+    return values_by_group
 
 
 def placeholder_model() -> PlannedModel:
-    """Stands in for a model that cannot be read; any use of the checkpoint raises the reason."""
-    one = ("unknown",)
-    tensor = LiveTensor(names=one, entries=one, shape=(1,), dtype=ElementType.FLOAT32, trainable=True)
-    return PlannedModel(module=LiveModule(tensors=(tensor,), names=frozenset(one)), order=(one,))
+    """Return a placeholder for a model that cannot be read; any use of the checkpoint raises the reason."""
+    names = ("unknown",)
+    tensor = LiveTensor(names=names, entries=names, shape=(1,), dtype=ElementType.FLOAT32, trainable=True)
+    return PlannedModel(module=LiveModule(tensors=(tensor,), names=frozenset(names)), order=(names,))
 
 
 def saved_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
-    """The trainable parameters of each param group, in the order in which the saving script gave them."""
+    """Return the trainable parameters of each saved param group, in the order of the saving script."""
     saved = checkpoint.model
     if checkpoint.stage == 0 and checkpoint.facts is None:
         return _stage0_group_names(checkpoint)
     if checkpoint.facts is None:
         return [list(group) for group in saved.param_shapes or ()]
-    turned = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and dealt_in_turn(checkpoint)
+    round_robin = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and dealt_in_turn(checkpoint)
     return [
-        turned_back(list(group.members), checkpoint.dp) if turned else list(group.members)
+        turned_back(list(group.members), checkpoint.dp) if round_robin else list(group.members)
         for group in checkpoint.facts.groups
     ]
 
 
 def _stage0_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
-    """By the module's order, and with several param groups by the shapes of what the optimizer holds.
+    """Return the names of each param group of a stage-0 checkpoint, whose optimizer names no parameters.
 
-    Of what tensor-parallel ranks have divided, both of the first rank.
+    They are in the module's order; several groups are told apart by the shapes of the saved masters or states. If
+    tensor-parallel ranks divided the model, both are those of the first rank.
     """
     saved = checkpoint.rows[0] if checkpoint.rows else checkpoint.model
     seen: set[object] = set()
@@ -284,81 +286,81 @@ def _stage0_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
     order: list[list[str]] = [[] for _ in groups]
     for name in names if expected is not None else ():
         shape = saved.module[name].shape
-        fits = [g for g, of in enumerate(expected or ()) if len(order[g]) < len(of) and of[len(order[g])] == shape]
-        if len(fits) > 1:
+        fitting = [g for g, of in enumerate(expected or ()) if len(order[g]) < len(of) and of[len(order[g])] == shape]
+        if len(fitting) > 1:
             break
-        for g in fits:
+        for g in fitting:
             order[g].append(name)
     if expected is None or [len(group) for group in order] != [len(group) for group in expected]:
         what = "a stage-0 optimizer names no parameter, and shapes do not tell which param group has which"
         mend = "give the model: --model module:factory"
-        raise_faults([ModelMismatch.fault(saved.path, what, mend=mend)], subject="foreseeing the model")
+        raise_faults([ModelMismatch.fault(saved.path, what, mend=mend)], subject="preflight")
     return order
 
 
 def _saved_group_shapes(
     optimizer: Mapping[str, object], groups: Sequence[Mapping[str, object]]
 ) -> list[list[Shape]] | None:
-    """The shapes of each param group's masters, or else of its states, in order; None if neither has them."""
+    """Return the shapes of each param group's masters, or else of its states, in order; None if there are neither."""
     masters = optimizer.get("fp32_groups")
     if isinstance(masters, list):
         return [[one.shape for one in group] for group in masters]
     state = section(optimizer, "state")
-    found = []
+    shapes_by_group = []
     for group in groups:
         indices = group.get("params")
-        held = [state.get(index) for index in indices] if isinstance(indices, list) else []
+        states = [state.get(index) for index in indices] if isinstance(indices, list) else []
         shapes = [
             next((v.shape for v in one.values() if isinstance(v, TensorRecord) and v.shape), ())
-            for one in held
+            for one in states
             if isinstance(one, Mapping)
         ]
-        found.append(shapes)
-    return found if any(found) else None
+        shapes_by_group.append(shapes)
+    return shapes_by_group if any(shapes_by_group) else None
 
 
 def load_factory(text: str) -> Callable[[], object]:
-    """The function that module:factory names."""
+    """Return the function that "module:factory" names; it is imported when it is called."""
     module, _, name = text.partition(":")
     if not name or not re.fullmatch(r"[\w.]+", module):
         mend = "write --model my_project.model:build"
         raise ConfigError.of("--model", f"{text!r} is not module:factory", mend=mend)
 
     def build() -> object:
-        made: object = importlib.import_module(module)
+        value: object = importlib.import_module(module)
         for part in name.split("."):
-            made = getattr(made, part)
-        return cast(Callable[[], object], made)()
+            value = getattr(value, part)
+        return cast(Callable[[], object], value)()
 
     return build
 
 
-def model_from_factory(made: object, dtype: ElementType | None, *, autotp: bool) -> PlannedModel:
-    """What a factory has made: a module, or a module and the optimizer or param groups over its parameters.
+def model_from_factory(result: object, dtype: ElementType | None, *, autotp: bool) -> PlannedModel:
+    """Return the planned model of what a factory made: a module, or (module, optimizer or param groups).
 
-    Its parameters are cast to `dtype` in place, as DeepSpeed casts them to its precision.
+    The module's parameters are cast to `dtype` in place, as DeepSpeed would cast them.
     """
-    module, groups = (made[0], made[1]) if isinstance(made, tuple) and len(made) > 1 else (made, None)
+    module, groups = (result[0], result[1]) if isinstance(result, tuple) and len(result) > 1 else (result, None)
     if not isinstance(module, torch.nn.Module):
         what = f"gives {type(module).__name__}, and no torch.nn.Module"
         raise error_of([ConfigError.fault("--model", what, mend="return the module")], subject="preflight")
     optimizer = type(groups) if isinstance(groups, torch.optim.Optimizer) else None
     groups = groups.param_groups if isinstance(groups, torch.optim.Optimizer) else groups
     names = {id(param): name for name, param in module.named_parameters()}
-    every: list[Group] = [{"params": list(module.parameters())}]
-    given = cast(list[Group], list(groups)) if groups is not None else every
-    if given and all(isinstance(one, torch.Tensor) for one in given):
-        given = [{"params": given}]
-    kept = []  # DeepSpeed drops those that are empty
-    for group in given:
+    all_parameters: list[Group] = [{"params": list(module.parameters())}]
+    param_groups = cast(list[Group], list(groups)) if groups is not None else all_parameters
+    if param_groups and all(isinstance(one, torch.Tensor) for one in param_groups):
+        param_groups = [{"params": param_groups}]
+    group_members = []  # DeepSpeed drops empty groups
+    for group in param_groups:
         params = [one for one in cast(list[torch.nn.Parameter], group["params"]) if one.requires_grad]
         members = [names[id(param)] for param in params if id(param) in names]
         if members:
-            kept.append((members, {name: value for name, value in group.items() if name != "params"}))
-    if not kept and groups is not None:
+            group_members.append((members, {name: value for name, value in group.items() if name != "params"}))
+    if not group_members and groups is not None:
         what, mend = "gives an optimizer of none of the module's parameters", "build it over module.parameters()"
         raise_faults([ConfigError.fault("--model", what, mend=mend)], subject="preflight")
-    order, values = tuple(members for members, _ in kept), tuple(value for _, value in kept)
+    order, values = tuple(members for members, _ in group_members), tuple(value for _, value in group_members)
     for param in module.parameters():
         if dtype is not None and param.is_floating_point():
             param.data = param.data.to(torch_dtype(dtype))
@@ -374,9 +376,9 @@ def model_from_factory(made: object, dtype: ElementType | None, *, autotp: bool)
 
 @dataclass(eq=False, kw_only=True)
 class Training:
-    """A rank of the coming run, with the values, schedule and counters of its engine, to which a policy is applied.
+    """A rank of the planned run with the values, scheduler and counters of its engine, for a resume policy.
 
-    `scripts_optimizer` and `scripts_scheduler` say that the script alone knows what these begin with.
+    `script_sets_optimizer` and `script_builds_scheduler` are true if only the script knows their initial values.
     """
 
     run: Run
@@ -413,7 +415,7 @@ class Training:
 
 
 class UnbuiltOptimizer(torch.optim.Optimizer):
-    """An optimizer that is not built: its states are not known, or are those that its class keeps."""
+    """Stands for an optimizer that is not built; its states are unknown, or follow from its class."""
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         raise NotImplementedError
@@ -423,7 +425,7 @@ _ADAMS = ("adam", "adamw")
 
 
 def weight_precision(ds: DeepSpeedConfig) -> ElementType | None:
-    """The 16-bit type of the run's weights; None where they stay as they are (`get_data_types`)."""
+    """Return the 16-bit type of the run's weights; None if they keep their type (`get_data_types`)."""
     if ds.float16_config.enabled:
         return ElementType.FLOAT16
     return ElementType.BFLOAT16 if ds.bfloat16_config.enabled else None
@@ -431,7 +433,7 @@ def weight_precision(ds: DeepSpeedConfig) -> ElementType | None:
 
 @dataclass(frozen=True, kw_only=True)  # not slotted: what follows from the JSON is computed once
 class Launch:
-    """Everything that determines a rank of the run: the JSON, the checkpoint, a model, and the rank's position."""
+    """Everything that determines a rank of the planned run: the JSON, checkpoint, model, and the rank's position."""
 
     ds: DeepSpeedConfig
     config: Mapping[str, object]
@@ -440,7 +442,7 @@ class Launch:
     position: RankPosition
 
     def training(self, *, sp: int) -> Training:
-        """The rank of the run, as DeepSpeed makes it; `sp` ranks share a sequence."""
+        """Return the rank of the run as DeepSpeed would make it; `sp` ranks share a sequence."""
         grid, config, by_json = self.position.grid, self.config, bool(section(self.config, "scheduler"))
         inner, optimizer = self._optimizer()
         scheduler = self._scheduler(inner)
@@ -462,7 +464,7 @@ class Launch:
             unpickles=section(config, "checkpoint").get("writer") is None,
             swaps=self.stage == 3 and self.offload == "nvme",
         )
-        several = len(self.model.order) > 1  # what a JSON says of one, the script says of each
+        several = len(self.model.order) > 1  # the JSON has values for one group; the script then sets those of each
         return Training(
             run=run,
             ds=self.ds,
@@ -482,12 +484,12 @@ class Launch:
 
     @property
     def offload(self) -> object:
-        """Where the JSON puts the optimizer's states; "none" where they stay with the weights."""
+        """The device to which the JSON offloads the optimizer's states; "none" if they stay with the weights."""
         return section(self.zero_section, "offload_optimizer").get("device", "none")
 
     @cached_property
     def json_has_optimizer(self) -> bool:
-        """Whether the JSON names the optimizer."""
+        """True if the JSON names an optimizer."""
         return section(self.config, "optimizer").get("type") is not None
 
     @cached_property
@@ -496,7 +498,7 @@ class Launch:
 
     @cached_property
     def module(self) -> LiveModule:
-        """The module, at stage 3 with a part of every parameter (runtime/zero/partition_parameters.py)."""
+        """The module; at stage 3 every parameter is partitioned (runtime/zero/partition_parameters.py)."""
         module = self.model.module
         if self.stage != 3:
             return module
@@ -504,7 +506,7 @@ class Launch:
 
     @cached_property
     def kind(self) -> str:
-        """The optimizer's wrapper, as the engine decides. What DeepSpeed asserts of it, it says when the run starts."""
+        """The optimizer's wrapper, chosen as by the engine; DeepSpeed's assertions are not repeated here."""
         wide = str(self.ds.grad_accum_dtype).removeprefix("torch.") in ("fp32", "float32", "float")
         half, saved, in_bf16 = self.half_dtype, self.checkpoint, self.half_dtype is ElementType.BFLOAT16
         if self.stage:
@@ -520,39 +522,39 @@ class Launch:
 
     @cached_property
     def optimizer_class(self) -> type | None:
-        """The optimizer's class: by the script, by the JSON (`_configure_basic_optimizer`), or as its states tell.
+        """The optimizer's class: the script's, the JSON's (`_configure_basic_optimizer`), or that of the saved states.
 
-        None for one that is built of two, or of another package.
+        None if the optimizer consists of two, or comes from another package.
         """
         from deepspeed.ops import adagrad, adam, lamb, lion
         from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
         if self.model.optimizer is not None or not self.json_has_optimizer:
             return self.model.optimizer or _class_of_saved_states(self.checkpoint)
-        name, in_memory = str(self.ds.optimizer_name), self.offload in ("cpu", "nvme")
+        name, offloaded = str(self.ds.optimizer_name), self.offload in ("cpu", "nvme")
         if name in _ADAMS and self._params.get("torch_adam"):
             decoupled = name == "adamw" or self._params.get("adam_w_mode", True)
             return torch.optim.AdamW if decoupled else torch.optim.Adam
         classes = {
-            "adam": adam.DeepSpeedCPUAdam if in_memory else adam.FusedAdam,
-            "adamw": adam.DeepSpeedCPUAdam if in_memory else adam.FusedAdam,
-            "adagrad": adagrad.DeepSpeedCPUAdagrad if in_memory else torch.optim.Adagrad,
-            "lion": lion.DeepSpeedCPULion if in_memory else lion.FusedLion,
+            "adam": adam.DeepSpeedCPUAdam if offloaded else adam.FusedAdam,
+            "adamw": adam.DeepSpeedCPUAdam if offloaded else adam.FusedAdam,
+            "adagrad": adagrad.DeepSpeedCPUAdagrad if offloaded else torch.optim.Adagrad,
+            "lion": lion.DeepSpeedCPULion if offloaded else lion.FusedLion,
             "lamb": lamb.FusedLamb,
         }
-        found = classes.get(name) or getattr(torch.optim, name, None)
-        if name not in DEEPSPEED_OPTIMIZERS and not isinstance(found, type):
+        chosen = classes.get(name) or getattr(torch.optim, name, None)
+        if name not in DEEPSPEED_OPTIMIZERS and not isinstance(chosen, type):
             raise _config_error(
                 "DeepSpeed refuses it: ", f"{name} is not a supported DeepSpeed Optimizer", "optimizer.type"
             )
-        return found if isinstance(found, type) else None
+        return chosen if isinstance(chosen, type) else None
 
     @property
     def _params(self) -> Mapping[str, object]:
         return section(section(self.config, "optimizer"), "params")
 
     def _optimizer_arguments(self) -> dict[str, object]:
-        """The arguments of the JSON's optimizer. DeepSpeed's own are not built, so their defaults are added."""
+        """Return the arguments of the JSON's optimizer; for DeepSpeed's own, not built, with their defaults."""
         params, cls = dict(self._params), self.optimizer_class
         if str(section(self.config, "optimizer").get("type")).lower() in (*_ADAMS, "muon"):
             drop = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
@@ -566,36 +568,37 @@ class Launch:
         return {**{name: one.default for name, one in parameters if one.default is not one.empty}, **params}
 
     def _build_optimizer(self, masters: Sequence[Sequence[Shape]]) -> torch.optim.Optimizer:
-        """The optimizer with its values, over masters without memory; one of torch's is torch's own."""
-        flats = [[torch.nn.Parameter(torch.empty(shape, device=_META)) for shape in of] for of in masters]
-        groups = [{**value, "params": of} for of, value in zip(flats, self._group_values(len(masters)), strict=True)]
+        """Return an optimizer over masters (shapes by group) without memory: a real one if it is torch's."""
+        params = [[torch.nn.Parameter(torch.empty(shape, device=_META)) for shape in shapes] for shapes in masters]
+        values = self._group_values(len(masters))
+        groups = [{**value, "params": members} for members, value in zip(params, values, strict=True)]
         by_json, cls = self.json_has_optimizer and self.model.optimizer is None, self.optimizer_class
-        given = self._optimizer_arguments() if by_json else {}
+        arguments = self._optimizer_arguments() if by_json else {}
         if cls is not None and cls.__name__ not in KEPT:
             try:
-                return cast(torch.optim.Optimizer, cls(groups, **given))
+                return cast(torch.optim.Optimizer, cls(groups, **arguments))
             except Exception as error:
                 if by_json:
                     what = f"is refused by optimizer {section(self.config, 'optimizer').get('type')}: "
                     raise _config_error(what, error, "optimizer.params") from error
-                given = {}
-        return UnbuiltOptimizer(groups, {"lr": 1e-3, **given})
+                arguments = {}
+        return UnbuiltOptimizer(groups, {"lr": 1e-3, **arguments})
 
     def _group_values(self, count: int) -> list[Group]:
-        """The values of each param group: from the model's script, else from the JSON, else from the checkpoint."""
-        given = self.model.groups or (() if self.json_has_optimizer else self.model.saved)
-        return [dict(given[number]) if given else {} for number in range(count)]
+        """Return the values of each param group: the script's, or none if the JSON has them, else the checkpoint's."""
+        saved = self.model.groups or (() if self.json_has_optimizer else self.model.saved)
+        return [dict(saved[number]) if saved else {} for number in range(count)]
 
     def _optimizer(self) -> tuple[torch.optim.Optimizer, Optimizer]:
-        """The values of the optimizer that steps, as torch has them; and the engine's optimizer."""
-        kind, zero, spot, parameters = self.kind, self.ds.zero_config, self.position, self.module.parameters()
+        """Return the inner optimizer as a torch optimizer, and the description of the engine's optimizer."""
+        kind, zero, position, parameters = self.kind, self.ds.zero_config, self.position, self.module.parameters()
         trained = ([name for name in group if parameters[name].trainable] for group in self.model.order)
         shapes = [{name: parameters[name].shape for name in group} for group in trained]
-        flats = list(self._flat_buffers(shapes))
+        flat_buffers = list(self._flat_buffers(shapes))
         single = kind in ("torch", "unfused")
-        masters = [next(iter(one.shapes.values())) if single else (one.partition_numel,) for one in flats]
+        masters = [next(iter(one.shapes.values())) if single else (one.partition_numel,) for one in flat_buffers]
         by_group: list[list[Shape]] = [[] for _ in shapes]
-        for flat, shape in zip(flats, masters, strict=True):
+        for flat, shape in zip(flat_buffers, masters, strict=True):
             by_group[flat.group].append(shape)
         inner = self._build_optimizer(by_group)
         if kind != "torch":
@@ -603,23 +606,20 @@ class Launch:
         scaler = None
         if kind in ("zero", "zero3"):
             scaler = vars(inner)["loss_scaler"] = _loss_scaler(self.ds, self.half_dtype)
-        stage, cls = (
-            self.stage or int(kind == "bf16"),
-            self.optimizer_class if type(inner) is not UnbuiltOptimizer else None,
-        )
-        cls = (
-            self.optimizer_class if self.optimizer_class is not None and self.optimizer_class.__name__ in KEPT else cls
-        )
-        offload, count = zero.offload_optimizer, len(flats)  # with a `ratio` the first sub-groups are stepped there
-        there = int((1 - getattr(offload, "ratio", 1.0)) * count) if kind == "zero3" and self.offload == "cpu" else 0
+        stage, cls = self.stage or int(kind == "bf16"), self.optimizer_class
+        if type(inner) is UnbuiltOptimizer and (cls is None or cls.__name__ not in KEPT):
+            cls = None
+        # with a `ratio` the first sub-groups are stepped on the other device, and no save has their states
+        offload, count = zero.offload_optimizer, len(flat_buffers)
+        unsaved = int((1 - getattr(offload, "ratio", 1.0)) * count) if kind == "zero3" and self.offload == "cpu" else 0
         return inner, LiveOptimizer(
             kind=kind,
             stage=stage,
-            rank=spot.data_rank if stage else 0,
-            dp=spot.dp if stage else 1,
+            rank=position.data_rank if stage else 0,
+            dp=position.dp if stage else 1,
             buffers=tuple(
                 self._live_buffer(flat, shape, inner.param_groups[flat.group], cls)
-                for flat, shape in zip(flats, masters, strict=True)
+                for flat, shape in zip(flat_buffers, masters, strict=True)
             ),
             groups=as_saved(inner.param_groups),
             order=tuple(shapes),
@@ -628,23 +628,24 @@ class Launch:
             group_keys=frozenset(inner.defaults),
             decoupled=decoupled_in(inner),
             states=usual_states(cls, {}, flat=True) if cls is not None else None,
-            unsaved_states=(there, count),
+            unsaved_states=(unsaved, count),
             scaler=scaler,
             computes_norm=kind == "torch" or bool(getattr(zero, "compute_grad_norm", True)),
         )
 
     def _flat_buffers(self, shapes: Sequence[Mapping[str, Shape]]) -> Iterator[FlatBuffer]:
-        """How DeepSpeed lays out the masters of param groups."""
-        kind, zero, spot = self.kind, self.ds.zero_config, self.position
+        """Yield the flat buffers of the masters of param groups; `shapes` has the parameters of each group."""
+        kind, zero, position = self.kind, self.ds.zero_config, self.position
         if kind == "zero3":
-            yield from arranged(shapes, Rule.EACH, [spot.dp] * len(shapes), sub_group_numel=int(zero.sub_group_size))
+            ranks, sub_group_numel = [position.dp] * len(shapes), int(zero.sub_group_size)
+            yield from arranged(shapes, Rule.EACH, ranks, sub_group_numel=sub_group_numel)
         elif kind in RULES:
             aligned = kind == "zero" and bool(getattr(zero, "parameter_alignment", False))
             itemsize = (self.half_dtype or ElementType.FLOAT32).itemsize
             yield from arranged(
                 shapes,
                 Rule.FLAT,
-                [spot.expert_ranks if any(map(expert_of, group)) else spot.dp for group in shapes],
+                [position.expert_ranks if any(map(expert_of, group)) else position.dp for group in shapes],
                 round_robin=bool(zero.round_robin_gradients) and kind == "zero",
                 alignment=16 // gcd(16, itemsize) if aligned else 1,
             )
@@ -658,14 +659,15 @@ class Launch:
                 yield FlatBuffer(shapes=part, rule=Rule.REPLICATED, ranks=1, number=at, group=number)
 
     def _live_buffer(self, flat: FlatBuffer, shape: Shape, group: Mapping[str, object], cls: type | None) -> LiveBuffer:
-        """A flat buffer, of which this rank has masters of this shape: of fp32, if they are not the weights."""
-        vector, spot, first = len(shape) < 2, self.position, next(iter(flat.shapes))
+        """Return a flat buffer of this rank, with masters of this shape; they are fp32 unless they are weights."""
+        vector, position, first = len(shape) < 2, self.position, next(iter(flat.shapes))
         usual = usual_states(cls, group, flat=vector) if cls is not None else None
         kept = kept_states(cls, group, flat=vector) if usual is None and cls is not None else usual
         weights = self.module.parameters()[first].dtype if self.kind == "torch" else None
+        rank = position.data_rank if flat.ranks == position.dp else position.expert_rank
         return LiveBuffer(
             **{one.name: getattr(flat, one.name) for one in fields(FlatBuffer)},
-            rank=(spot.data_rank if flat.ranks == spot.dp else spot.expert_rank) if self.kind in RULES else 0,
+            rank=rank if self.kind in RULES else 0,
             dtype=weights or ElementType.FLOAT32,
             held_numel=prod(shape),
             weight_dtype=self.half_dtype or ElementType.FLOAT32,
@@ -674,15 +676,15 @@ class Launch:
         )
 
     def _tp_rank(self) -> Row:
-        """The row of the rank with what its parameters tell (`told_by_parameters`)."""
-        row, info, held = self.position.grid.row, self.model.info, self.module.shapes()
+        """Return the rank's tensor-parallel position with what its parameters tell of it (`told_by_parameters`)."""
+        row, info, shapes = self.position.grid.row, self.model.info, self.module.shapes()
         if self.position.grid.parts:
             return row
-        whole, maps = held if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
-        return row._replace(whole=whole, live=self.model.rules, maps=maps if row.size > 1 else {}, held=held)
+        whole, maps = shapes if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
+        return row._replace(whole=whole, live=self.model.rules, maps=maps if row.size > 1 else {}, held=shapes)
 
     def _features(self, optimizer: str) -> Iterator[str]:
-        """What only DeepSpeed can load of such a run (`unsupported`)."""
+        """Yield the features of the run that only DeepSpeed can load (`unsupported`)."""
         grid, mics = self.position.grid, self.zero_section.get("mics_shard_size")
         if grid.experts and not plain_experts(self.kind, grid, autoep=False):
             yield MIXTURE
@@ -700,19 +702,21 @@ class Launch:
             yield "Muon in BF16_Optimizer"
 
     def _scheduler(self, inner: torch.optim.Optimizer) -> object:
-        """The scheduler of the JSON, DeepSpeed's own; without one that of the script, taken for the saved one's."""
+        """Return the JSON's scheduler, built; without one the script's, which is assumed to be of the saved kind."""
         from deepspeed.runtime import lr_schedules
 
-        said = section(self.config, "scheduler")
-        name = str(said.get("type"))
-        own = getattr(lr_schedules, name, None)
-        if said.get("type") is not None:
-            cls = own or getattr(torch.optim.lr_scheduler, name, None)
+        declared = section(self.config, "scheduler")
+        name = str(declared.get("type"))
+        own_class = getattr(lr_schedules, name, None)
+        if declared.get("type") is not None:
+            cls = own_class or getattr(torch.optim.lr_scheduler, name, None)
             try:
                 assert cls is not None, f"DeepSpeed does not recognize LR scheduler {name}"
-                # torch's own refuse what wraps an optimizer, and nobody takes no params (`_scheduler_from_config`)
-                assert own or self.kind == "torch", f"the optimizer of ZeRO stage {self.stage} is not an Optimizer"
-                return cast(object, cls(inner, **cast(Mapping[str, object], said.get("params"))))
+                # torch's schedulers refuse wrapped optimizers, and all need params (`_scheduler_from_config`)
+                assert own_class or self.kind == "torch", (
+                    f"the optimizer of ZeRO stage {self.stage} is not an Optimizer"
+                )
+                return cast(object, cls(inner, **cast(Mapping[str, object], declared.get("params"))))
             except Exception as error:
                 raise _config_error(f"scheduler {name}: ", error, "the scheduler's section") from error
         state = self.checkpoint.model.entries.get("lr_scheduler") if self.checkpoint is not None else None
@@ -722,14 +726,14 @@ class Launch:
 
 
 def _class_of_saved_states(checkpoint: AnyCheckpoint | None) -> type | None:
-    """The optimizer class that the saved states and hyper-parameters identify, or None."""
+    """Return the optimizer class that the saved states and hyper-parameters identify, or None."""
     groups = checkpoint.facts.groups if checkpoint is not None and checkpoint.facts is not None else ()
-    hyper = set(groups[0].hyperparameters or ()) if groups else set()
+    group_keys = set(groups[0].hyperparameters or ()) if groups else set()
     kinds = {key.kind for key in checkpoint.layout.placements} if checkpoint is not None else set()
     kinds -= {"weight", "fp32"}
-    if kinds in ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}) and "amsgrad" in hyper:
+    if kinds in ({"exp_avg", "exp_avg_sq"}, {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}) and "amsgrad" in group_keys:
         return torch.optim.AdamW
-    return torch.optim.SGD if kinds <= {"momentum_buffer"} and "nesterov" in hyper else None
+    return torch.optim.SGD if kinds <= {"momentum_buffer"} and "nesterov" in group_keys else None
 
 
 def _config_error(what: str, error: object, where: str) -> ConfigError:
@@ -746,20 +750,20 @@ def _loss_scaler(ds: DeepSpeedConfig, dtype: ElementType | None) -> object:
 
 
 def _build_saved_scheduler(state: Mapping[str, object], inner: torch.optim.Optimizer) -> object:
-    """A scheduler of the kind whose state was saved, at its beginning, which the script is taken to build again."""
+    """Return a new scheduler of the kind whose state was saved, as the script is assumed to build it again."""
     from deepspeed.runtime import lr_schedules
 
     if "last_batch_iteration" in state:
         return cast(object, lr_schedules.WarmupLR(inner))
-    mark = next((kind for mark, kind in SCRIPT_SCHEDULERS.items() if mark in state), "LambdaLR")
+    kind = next((name for entry, name in SCRIPT_SCHEDULERS.items() if entry in state), "LambdaLR")
     numbers = {name: value for name, value in state.items() if isinstance(value, (int, float))}
-    wants: dict[str, dict[str, object]] = {
+    arguments: dict[str, dict[str, object]] = {
         "LambdaLR": {"lr_lambda": lambda step: 1.0},
         "CosineAnnealingLR": {name: numbers[name] for name in ("T_max", "eta_min") if name in numbers},
         "StepLR": {name: numbers[name] for name in ("step_size", "gamma") if name in numbers},
         "ReduceLROnPlateau": {},
     }
-    if mark not in wants:
-        mark = "LambdaLR"
-    cls = getattr(torch.optim.lr_scheduler, mark)
-    return cast(object, cls(inner, **wants[mark]))
+    if kind not in arguments:
+        kind = "LambdaLR"
+    cls = getattr(torch.optim.lr_scheduler, kind)
+    return cast(object, cls(inner, **arguments[kind]))

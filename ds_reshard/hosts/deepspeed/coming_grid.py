@@ -1,8 +1,8 @@
-"""Where a rank of a run that is still to come stands in its grid, and what it then has of the model that was saved.
+"""The position of a rank of a planned run in its grid, and the part of the saved model that it will have.
 
-Ranks are numbered as `PipeModelDataParallelTopology` does (runtime/pipe/topology.py). Stages that are not those that
-were saved are cut as `PipelineModule` does (runtime/pipe/module.py). Experts are dealt out as
-`_create_expert_and_data_parallel` does (utils/groups.py, all of DeepSpeed 0.19.8).
+Ranks are numbered as by `PipeModelDataParallelTopology` (runtime/pipe/topology.py). If the number of stages differs
+from the saved one, layers are divided as by `PipelineModule` (runtime/pipe/module.py). Experts are distributed as by
+`_create_expert_and_data_parallel` (utils/groups.py, all of DeepSpeed 0.19.8).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_reshard.model.rules import Rule, use_rules
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPosition:
-    """A rank of the coming run: its number among those of its data, among those of its experts, and in the grid."""
+    """The position of a rank: its data-parallel rank of `dp`, its expert-data rank of `expert_ranks`, and the grid."""
 
     data_rank: int
     dp: int
@@ -35,17 +35,18 @@ class RankPosition:
 
 
 def cannot_predict(where: str) -> UnsupportedLayout:
-    what = "which layers, rows and experts a rank of DeepSpeed has, its script says: that is not foreseen"
+    """Return the error of a run whose ranks' parts of the model follow only from the training script."""
+    what = "preflight cannot predict which layers, shards and experts a rank has: the training script decides"
     mend = "start the run to know; docs/parallelism.md says what its load takes"
     return UnsupportedLayout.of(where, what, mend=mend)
 
 
 def refuse_unpredictable(found: Found, sizes: Grid, config: Mapping[str, object], sp: int) -> None:
-    """Where a rank's part of the model follows from the script alone, raise UnsupportedLayout."""
-    divides = section(config, "tensor_parallel").get("autotp_size", 0)
-    asked = {
-        f"--tp {sizes.tp}, with another autotp_size in the JSON": isinstance(divides, int)
-        and divides not in (0, 1, sizes.tp),
+    """Raise UnsupportedLayout if a rank's part of the model follows only from the training script."""
+    autotp_size = section(config, "tensor_parallel").get("autotp_size", 0)
+    reasons = {
+        f"--tp {sizes.tp}, with another autotp_size in the JSON": isinstance(autotp_size, int)
+        and autotp_size not in (0, 1, sizes.tp),
         f"--sp {sp}, with another sequence_parallel_size in the JSON": config.get("sequence_parallel_size", 1)
         not in (1, sp),
         "data_parallel_size of the JSON, which makes a mesh": {"sequence_parallel_size", "data_parallel_size"}
@@ -55,7 +56,7 @@ def refuse_unpredictable(found: Found, sizes: Grid, config: Mapping[str, object]
         f"--ep {sizes.ep} of experts that are not read here": sizes.ep > 1
         and any(fault.error == "UnsupportedLayout" for fault in found.faults),
     }
-    for what in (name for name, there in asked.items() if there):
+    for what in (name for name, applies in reasons.items() if applies):
         raise cannot_predict(what)
 
 
@@ -77,7 +78,7 @@ def _unpredictable_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bo
 
 
 def refuse_stage(grid: LiveGrid, stage: int) -> None:
-    """Raise ConfigError where DeepSpeed builds no such engine (`PipelineEngine`, `_configure_zero_optimizer`)."""
+    """Raise ConfigError if DeepSpeed refuses this stage (`PipelineEngine`, `_configure_zero_optimizer`)."""
     what, most = ("a PipelineModule", 1) if grid.parts else ("a mixture of experts", 2)
     if (grid.parts or grid.experts) and stage > most:
         raise ConfigError.of(
@@ -92,24 +93,24 @@ def refuse_stage(grid: LiveGrid, stage: int) -> None:
 def position_of_rank(
     rank: int, sizes: Grid, checkpoint: AnyCheckpoint | None, config: Mapping[str, object], rules: tuple[Rule, ...]
 ) -> RankPosition:
-    """Where rank `rank` of `sizes` stands. `rules` are the user's, of tensor-parallel parameters."""
-    stage, within = divmod(rank, sizes.dp * sizes.tp)
-    data, row = divmod(within, sizes.tp)
-    share = sizes.dp // sizes.ep
-    swapped = bool(config.get("use_data_before_expert_parallelism"))
-    place, of_place = divmod(data, share) if swapped else divmod(data, sizes.ep)[::-1]
-    grid = LiveGrid(row=Row(sizes.tp, row, rules=rules), experts=_experts(checkpoint, place, sizes.ep))
+    """Return the position of global rank `rank`; `rules` are the user's, for tensor-parallel parameters."""
+    stage, rank_in_stage = divmod(rank, sizes.dp * sizes.tp)
+    data_rank, tp_rank = divmod(rank_in_stage, sizes.tp)
+    expert_ranks = sizes.dp // sizes.ep
+    data_first = bool(config.get("use_data_before_expert_parallelism"))
+    ep_rank, expert_rank = divmod(data_rank, expert_ranks) if data_first else divmod(data_rank, sizes.ep)[::-1]
+    grid = LiveGrid(row=Row(sizes.tp, tp_rank, rules=rules), experts=_experts(checkpoint, ep_rank, sizes.ep))
     if isinstance(checkpoint, ZeroCheckpoint) and checkpoint.listing.layers:
         ties = _ties(checkpoint)
         tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
         parts = _saved_stage_starts(checkpoint, ties) if sizes.pp == checkpoint.grid.pp else None
         parts = parts or _default_stage_starts(checkpoint, ties, sizes.pp)
         grid = replace(grid, row=grid.row._replace(ties=ties), stage=stage, pp=sizes.pp, parts=parts, tied=tied)
-    return RankPosition(data_rank=data, dp=sizes.dp, expert_rank=of_place, expert_ranks=share, grid=grid)
+    return RankPosition(data_rank=data_rank, dp=sizes.dp, expert_rank=expert_rank, expert_ranks=expert_ranks, grid=grid)
 
 
 def assumptions(grid: LiveGrid) -> list[str]:
-    """What is taken for granted of a rank's part of the model."""
+    """Return notes on what preflight assumes about a rank's part of the model."""
     if not grid.parts:
         return []
     tied = ", and what is tied of a tied module is its weight" if grid.tied else ""
@@ -117,43 +118,45 @@ def assumptions(grid: LiveGrid) -> list[str]:
 
 
 def names_on_rank(names: Iterable[str], grid: LiveGrid) -> tuple[str, ...]:
-    """Those of a rank, as `named_parameters` has them: a PipelineModule's tied modules first, then layer by layer."""
-    own = filter(grid.is_responsible_for, names)
-    return tuple(ties_first(sorted(own, key=lambda name: layer_of(name) or 0)) if grid.parts else own)
+    """Return the names on a rank in the order of `named_parameters`: a PipelineModule's tied modules come first."""
+    on_rank = filter(grid.is_responsible_for, names)
+    return tuple(ties_first(sorted(on_rank, key=lambda name: layer_of(name) or 0)) if grid.parts else on_rank)
 
 
 def shards_on_rank(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[str, Shape], Mapping[str, object]]:
-    """The shapes of a rank's shards if others than the saving ranks divide, and what its run would say of them.
+    """Return the shapes of a rank's shards, empty without tensor parallelism, and the split info of the run.
 
-    Each part is divided in equal shares.
+    Each part of a tensor is divided into equal shares. Raises UnsupportedLayout if that is not possible.
     """
     if grid.row.size == 1 or not isinstance(checkpoint, ZeroCheckpoint) or not checkpoint.rows:
-        said = checkpoint.model.entries.get(INFO)
-        return {}, said if isinstance(said, dict) else {}
+        info = checkpoint.model.entries.get(INFO)
+        return {}, info if isinstance(info, dict) else {}
     if checkpoint.stage == 0:
         raise cannot_predict(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
     splits = splits_of(checkpoint)
-    with use_rules(grid.row.rules):  # beside what ranks have divided, and not what the saving run says of others
-        found, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
+    with use_rules(grid.row.rules):  # with the splits of the saved shards, but without the saving run's split info
+        splits_of_run, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
     if faults:
         raise cannot_predict(f"--tp {grid.row.size}: {faults[0].line()}")
-    uneven = next((name for name, division in found.items() if len(set(division.shards)) > 1), None)
+    uneven = next((name for name, division in splits_of_run.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
         raise cannot_predict(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
-    return {name: division.shards[grid.row.rank] for name, division in found.items()}, pattern_info(found)
+    return {name: division.shards[grid.row.rank] for name, division in splits_of_run.items()}, pattern_info(
+        splits_of_run
+    )
 
 
-def _experts(checkpoint: AnyCheckpoint | None, place: int, ep: int) -> dict[str, Experts]:
+def _experts(checkpoint: AnyCheckpoint | None, ep_rank: int, ep: int) -> dict[str, Experts]:
     names = checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ()
     totals = experts_held(names, 1)
-    return {prefix: Experts(place * total // ep, total // ep, total) for prefix, total in totals.items()}
+    return {prefix: Experts(ep_rank * total // ep, total // ep, total) for prefix, total in totals.items()}
 
 
 def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
-    """The layers that are tied modules: those that the names in their files tell, and in each other stage one more.
+    """Return the tied modules by layer number: those named in the layers' files, and one more in each other stage.
 
-    A layer with a forward_fn, as an output layer that uses the embedding, has no file: of the numbers of its stage that
-    no file has it is taken to be the last.
+    A tied layer with a forward_fn (an output layer that uses the embedding) has no file; it is assumed to be the last
+    layer of its stage without a file.
     """
     numbers = {name: layer for (layer, _), name in checkpoint.listing.layers.items()}
     keys = {
@@ -162,19 +165,19 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
     ties = {layer: key for layer, key in keys.items() if key is not None}
     stages = _stage_contents(checkpoint)
     end = max(numbers.values(), default=0)
-    for at, (_, tied) in enumerate(stages):
-        begin = 1 + max((layer for owned, _ in stages[:at] for layer in owned), default=-1)
-        last = min((layer for owned, _ in stages[at + 1 :] for layer in owned), default=end + 2) - 1
+    for number, (_, tied) in enumerate(stages):
+        begin = 1 + max((layer for owned, _ in stages[:number] for layer in owned), default=-1)
+        last = min((layer for owned, _ in stages[number + 1 :] for layer in owned), default=end + 2) - 1
         for key in sorted(tied - {ties.get(layer) for layer in range(begin, last + 1)}):
-            free = [layer for layer in range(begin, last + 1) if layer not in keys and layer <= end] or [last]
-            if key not in ties.values() or free[-1] in keys:
+            candidates = [layer for layer in range(begin, last + 1) if layer not in keys and layer <= end] or [last]
+            if key not in ties.values() or candidates[-1] in keys:
                 raise cannot_predict(f"the tied module {key!r}, which has no file")
-            ties[free[-1]] = key
+            ties[candidates[-1]] = key
     return ties
 
 
 def _stage_contents(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
-    """The layers and the tied modules of each saved stage, as far as its parameters and buffers tell."""
+    """Return the layers and the tied modules of each saved stage, as far as its parameters and buffers tell."""
     names = [{*stage.trainable, *stage.buffer_names} for stage in checkpoint.stages]
     return [
         ({n for n in map(layer_of, own) if n is not None}, {key for key in map(tied_key, own) if key is not None})
@@ -183,7 +186,7 @@ def _stage_contents(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]
 
 
 def _saved_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> tuple[int, ...] | None:
-    """The first layers of the stages that were saved; None where their parameters do not tell (ZeRO stage 0)."""
+    """Return the first layers of the saved stages, and the number of layers; None if unknown (ZeRO stage 0)."""
     if checkpoint.model.param_shapes is None:
         return None
     stages, end = _stage_contents(checkpoint), _layer_count(checkpoint, ties)
@@ -191,9 +194,9 @@ def _saved_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> 
     def cut(stage: int, begin: int) -> tuple[int, ...] | None:
         for last in range(begin, end + 1) if stage < len(stages) - 1 else [end]:
             inside = set(range(begin, last)) - ties.keys()
-            held = {ties[layer] for layer in range(begin, last) if layer in ties}
-            apart = not any(inside & owned for owned, _ in stages[stage + 1 :])
-            if apart and (stages[stage][0] <= inside, held) == (True, stages[stage][1]):
+            tied_inside = {ties[layer] for layer in range(begin, last) if layer in ties}
+            unique_layers = not any(inside & owned for owned, _ in stages[stage + 1 :])
+            if unique_layers and (stages[stage][0] <= inside, tied_inside) == (True, stages[stage][1]):
                 rest = cut(stage + 1, last) if stage < len(stages) - 1 else (end,)
                 if rest is not None:
                     return (begin, *rest)
@@ -207,7 +210,7 @@ def _layer_count(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> int:
 
 
 def _default_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str], stages: int) -> tuple[int, ...]:
-    """As PipelineModule's partition_method="parameters" cuts: by the numbers of the layers' parameters."""
+    """Return the first layers of `stages` stages, cut as by PipelineModule's partition_method="parameters"."""
     from deepspeed.runtime.utils import partition_balanced
 
     end = _layer_count(checkpoint, ties)

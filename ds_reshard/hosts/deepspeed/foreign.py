@@ -1,4 +1,4 @@
-"""A folder of another format as a load of DeepSpeed takes it: its content, under the names of this run."""
+"""A folder of another format, as a load of DeepSpeed needs it: its content under the names of this run."""
 
 from __future__ import annotations
 
@@ -27,46 +27,46 @@ logger = logging.getLogger("ds_reshard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint(AnyCheckpoint):
-    """A checkpoint of another format, which rank 0 tells, with its `optimizer` or without; no file is DeepSpeed's."""
+    """A checkpoint of another format, with or without its `optimizer`; rank 0 makes it and broadcasts it."""
 
     optimizer: bool
 
     def open(self) -> Shards:
-        """This rank's view of the files, under the names of this run."""
+        """Open the files on this rank; tensors have the names of this run."""
         source = open_checkpoint(find_listing(self.listing.folder, None), whole=False, optimizer=self.optimizer)
         return Shards(index=Index(self.layout, _Source(source)), compare=source.opened.compare)
 
 
 _MASTER_FAMILY = "masters\0"
-"""What begins the names of families whose bytes are read as masters beside the weights that they are."""
+"""The prefix of families whose weights are also read as masters."""
 
 
 class _Source(NamedTuple):
-    """The shards of a checkpoint, each also as the masters in it."""
+    """The shards of a checkpoint, each under its family's name and under that of its masters."""
 
     checkpoint: Checkpoint
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        found = self.checkpoint.index.open(family.removeprefix(_MASTER_FAMILY), shard)
+        extents = self.checkpoint.index.open(family.removeprefix(_MASTER_FAMILY), shard)
         raise_faults(self.checkpoint.index.faults, subject=f"loading {self.checkpoint.folder}")
-        return found
+        return extents
 
 
 def layout_of(content: Content, source: Layout) -> Layout:
-    """Where a content's tensors lie. A weight that is its own master is two of the same bytes, in two families."""
+    """Return the layout of a content. A weight that is its own master is placed twice, in two families."""
     placements, shards = {}, dict(source.shards)
-    for key, held in content.tensors.items():
-        place, family = source[held.origin], source[held.origin].family
-        if key.kind == MASTER and held.origin.kind == WEIGHT:
+    for key, tensor in content.tensors.items():
+        placement, family = source[tensor.origin], source[tensor.origin].family
+        if key.kind == MASTER and tensor.origin.kind == WEIGHT:
             family = f"{_MASTER_FAMILY}{family}"
-            shards[family] = shards[place.family]
-        tiles = tuple(tile._replace(key=key, family=family) for tile in place.tiles)
-        placements[key] = place._replace(key=key, family=family, tiles=tiles)
+            shards[family] = shards[placement.family]
+        tiles = tuple(tile._replace(key=key, family=family) for tile in placement.tiles)
+        placements[key] = placement._replace(key=key, family=family, tiles=tiles)
     return Layout(placements, shards)
 
 
 def read_foreign(found: Found, *, optimizer: bool, names: str | Mapping[str, object] | None) -> ForeignCheckpoint:
-    """A folder of another format; every reason why no run of DeepSpeed goes on from it, in one error."""
+    """Open a folder of another format. Raises one error with every reason why no DeepSpeed run can resume from it."""
     source = open_checkpoint(found, whole=False, optimizer=optimizer)
     content, renamed = source.content(), read_name_map(names) if names is not None else None
     faults = list(renamed.faults(content)) if renamed is not None else []
@@ -83,18 +83,18 @@ def read_foreign(found: Found, *, optimizer: bool, names: str | Mapping[str, obj
 
 
 def model_of(content: Content) -> ModelStates:
-    """What a model file of DeepSpeed would say of the same state; its tensors lie in no file."""
-    saving, trains = Saving(content=content), content.facts is not None
+    """Return the model states that a DeepSpeed model file would have; the tensors have no file."""
+    saving, has_optimizer = Saving(content=content), content.facts is not None
     weights = content.weights
-    groups = [{name: weights[name].shape for name in one.members if name in weights} for one in saving.groups]
+    groups = [{name: weights[name].shape for name in group.members if name in weights} for group in saving.groups]
     return ModelStates(
         path=content.folder,
         entries={**saving.entries, "module": dict(content.records)},  # extra states are read from there
-        module={name: one for name, one in saving.module(None).items() if isinstance(one, TensorRecord)},
+        module={name: group for name, group in saving.module(None).items() if isinstance(group, TensorRecord)},
         objects={},
         buffer_names=content.buffers,
-        param_shapes=tuple(groups) if trains else None,
-        frozen_shapes={name: shape for name, (shape, _) in saving.frozen.items()} if trains else {},
+        param_shapes=tuple(groups) if has_optimizer else None,
+        frozen_shapes={name: shape for name, (shape, _) in saving.frozen.items()} if has_optimizer else {},
         frozen_fragments={},
         shared=dict(content.tied),
         dp=saving.dp,
@@ -103,12 +103,12 @@ def model_of(content: Content) -> ModelStates:
 
 
 def _resume_faults(content: Content) -> Iterator[Fault]:
-    """What a run that goes on with the optimizer wants to be told."""
+    """Yield a fault if the content lacks what a load with optimizer states needs."""
     if content.facts is None:
         mend = "pass --no-load-optim, or load_optimizer_states=False, for the weights alone"
         yield UnsupportedLayout.fault(content.folder, "holds no optimizer", mend=mend)
     elif content.steps is None and not any("step" in states for states in content.facts.scalars.values()):
-        what = "tells nowhere how many steps were made, and DeepSpeed counts on from there"
-        mend = 'say it beside plain PyTorch\'s files, trainer_state.json with {"global_step": N}; or pass '
+        what = "does not tell how many steps were made, and DeepSpeed counts on from there"
+        mend = 'add trainer_state.json with {"global_step": N} to the files of plain PyTorch; or pass '
         mend += "--no-load-optim, or load_optimizer_states=False, for the weights alone"
         yield UnsupportedLayout.fault(content.folder, what, mend=mend)

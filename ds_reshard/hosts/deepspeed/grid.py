@@ -1,4 +1,4 @@
-"""Where this rank is in the grid of tensor-, pipeline- and expert-parallel ranks, and what of the model is its own."""
+"""The position of a rank in the grid of tensor-, pipeline- and expert-parallel ranks, and its part of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ds_reshard.formats.zero.modules import expert_of, layer_of, renumbered, tie
 
 
 class Experts(NamedTuple):
-    """The experts of one layer that a rank has: so many from the first on, of all."""
+    """The experts of one layer that a rank has: numbers [first, first + size) of `total`."""
 
     first: int
     size: int
@@ -20,11 +20,11 @@ class Experts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveGrid:
-    """This rank's place: its row, its stage of so many, and the layers of each stage.
+    """This rank's position: its tensor-parallel rank (`row`), its pipeline stage of `pp`, and its experts.
 
-    `parts` are the first layers of the stages and the number of all layers, empty without a PipelineModule. `tied` are
-    the parameters of tied modules that are equal in all stages. `experts` are those of this rank, by what is before
-    their numbers in the names of their tensors.
+    `parts` are the first layers of all stages and the number of layers, empty without a PipelineModule. `tied` are the
+    parameters of tied modules that are equal in all stages. `experts` maps the prefix of the experts' numbers in the
+    names of tensors to the experts of this rank.
     """
 
     row: Row = ALONE
@@ -40,11 +40,11 @@ class LiveGrid:
         return self.stage * self.row.size + self.row.rank
 
     def is_responsible_for(self, name: str) -> bool:
-        """Whether this rank says what is wrong with a tensor of this name: it should have it, or no rank should."""
-        of = expert_of(name) if self.experts else None
-        if of is not None and of[0] in self.experts:
-            mine = self.experts[of[0]]
-            return not 0 <= of[1] < mine.total or mine.first <= of[1] < mine.first + mine.size
+        """True if this rank reports faults about tensor `name`: it owns the tensor, or no rank does."""
+        expert = expert_of(name) if self.experts else None
+        if expert is not None and expert[0] in self.experts:
+            experts = self.experts[expert[0]]
+            return not 0 <= expert[1] < experts.total or experts.first <= expert[1] < experts.first + experts.size
         layer, key = layer_of(name), tied_key(name)
         if not self.parts or (layer is None and key not in (self.row.ties or {}).values()):
             return True
@@ -53,10 +53,10 @@ class LiveGrid:
         return self.stage in self.stages_of(key)
 
     def global_name(self, name: str) -> str:
-        """What a tensor of this rank is called among those of all ranks."""
-        return renumbered(name, {prefix: held.first for prefix, held in self.experts.items()}) if self.experts else name
+        """Return the name in the whole model of a tensor of this rank: its experts are numbered through all ranks."""
+        return renumbered(name, {prefix: own.first for prefix, own in self.experts.items()}) if self.experts else name
 
     def stages_of(self, key: str | None) -> list[int]:
-        """The stages that have a tied module, in order."""
+        """Return the stages that have tied module `key`, in order."""
         layers = [layer for layer, tie in (self.row.ties or {}).items() if tie == key]
         return [s for s in range(self.pp) if any(self.parts[s] <= layer < self.parts[s + 1] for layer in layers)]

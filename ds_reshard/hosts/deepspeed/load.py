@@ -316,9 +316,8 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
     if not found.universal:  # which has a file for each tensor
         ready = ready._replace(files=frozenset(decision.files.items()))
     if prepared is not None and mine.settings.prove:
-        ready = ready._replace(
-            fingerprinted_names=(prepared.grid.column, divided_names(prepared, unproved=unproved(prepared)))
-        )
+        names = divided_names(prepared, unproved=unproved(prepared))
+        ready = ready._replace(fingerprinted=(prepared.grid.column, names))
     if shards is None:
         return ready
     signatures = frozenset(

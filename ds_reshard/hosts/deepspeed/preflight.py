@@ -1,7 +1,7 @@
-"""Whether a checkpoint will load into a run of DeepSpeed that is still to come: what a load decides, decided before.
+"""Preflight: tell before a DeepSpeed run starts whether a checkpoint will load into it, and how.
 
-The functions that decide are those of a load (`load.py`); they are given one rank of the coming run after the other.
-What other ranks find in the shards that they open is found here in all shards.
+The decisions are made by the functions of a load (`load.py`), for one rank of the planned run after the other. All
+shards are opened here, as the ranks of the run together would open them.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ _SET_BY_SCRIPT = "the script's"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """The run that is asked about: its JSON, its ranks and nodes, and the model where one can be built."""
+    """The planned run: its JSON, its ranks and nodes, and a function that builds the model, if there is one."""
 
     config: Mapping[str, object]
     world: int
@@ -83,21 +83,21 @@ class PlannedRun:
 
 
 def forecast(path: str, coming: PlannedRun, *, tag: str | None = None) -> Forecast:
-    """What a load of `path` will do in this run, who does it, and every reason why it cannot.
+    """Return what a load of `path` will do in the planned run, who will do it, and every reason why it cannot.
 
-    Needs DeepSpeed, whose own code reads the JSON; no GPU, no process group, and nothing of the model but its shapes.
-    What is wrong with checkpoint or run is the answer, and raises nothing.
+    Needs DeepSpeed, which reads the JSON, but no GPU, no process group, and only the shapes of the model. Faults of the
+    checkpoint or of the run are part of the answer; they are not raised.
     """
-    made = _Forecasting(path, coming, tag)
+    forecasting = _Forecasting(path, coming, tag)
     try:
-        made.decide()
-    except Exception as error:  # what is no error of ours is one of the load, too
-        made.faults += as_faults(error, where=path)
-    return made.answer()
+        forecasting.decide()
+    except Exception as error:  # a load would raise any other error as well
+        forecasting.faults += as_faults(error, where=path)
+    return forecasting.answer()
 
 
 class _Forecasting:
-    """One answer: what was found so far, and what is wrong."""
+    """Collects one answer: the checkpoints, decisions, costs, notes and faults so far."""
 
     def __init__(self, path: str, coming: PlannedRun, tag: str | None) -> None:
         self.coming, self.tag = coming, tag
@@ -122,7 +122,7 @@ class _Forecasting:
 
     @property
     def checkpoint(self) -> AnyCheckpoint | None:
-        """What the first tensor-parallel rank finds."""
+        """The checkpoint that the first tensor-parallel rank finds."""
         return self.checkpoints.get(0)
 
     @property
@@ -156,7 +156,7 @@ class _Forecasting:
         )
 
     def decide(self) -> None:
-        """Everything that a load decides before it moves a byte, for some of its ranks."""
+        """Decide everything that a load decides before it moves a byte, for some of the ranks."""
         _check_sizes(self.coming)
         settings = parse_settings(self.coming.config)
         self.buffer_nbytes = settings.memory_nbytes
@@ -186,53 +186,54 @@ class _Forecasting:
             self._compare_tp_ranks([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
-                self.notes.append("its files are not read here: their structure is DeepSpeed's to check")
+                self.notes.append("its files are not read here: DeepSpeed itself checks their structure")
             if prepared is None:
                 return
             for rank in self._shown_ranks():
-                own = prepared if rank == 0 else self._decide_rank(self._plan_rank(rank), whole=False)[1]
-                if own is not None:
-                    self.costs.append(_rank_cost(rank, self.config, decision, own))
+                own_prepared = prepared if rank == 0 else self._decide_rank(self._plan_rank(rank), whole=False)[1]
+                if own_prepared is not None:
+                    self.costs.append(_rank_cost(rank, self.config, decision, own_prepared))
             self.report = _report(first, decision, prepared)
 
     def _resolve_checkpoint(self, row: int, settings: Settings) -> Found:
-        """What a tensor-parallel rank of the load will find; again by the load's own code, once there is a run."""
+        """Find the checkpoint of a tensor-parallel rank; the load's own code finds it again once the run is known."""
         universal = section(self.coming.config, "checkpoint").get("load_universal") is True
-        place = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
+        tp_rank = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
-        wanted = restrict(self.request, policy_beside(self.coming.config)).load_optimizer
-        found = look(folder, self.tag, optimizer=wanted, universal=universal, names=names, row=place)
+        with_optimizer = restrict(self.request, policy_beside(self.coming.config)).load_optimizer
+        found = look(folder, self.tag, optimizer=with_optimizer, universal=universal, names=names, row=tp_rank)
         self.checkpoints[row] = found.checkpoint
         return found
 
     def _compare_tp_ranks(self, decisions: Sequence[Decision]) -> None:
-        """What the ranks of a load find out together: whether all rows are of one save, and all read by one loader."""
+        """Raise if the shards of the tensor-parallel ranks come from several saves; all must use the same loader."""
         checkpoint, shards = self.checkpoint, [one.shards for one in decisions if one.shards is not None]
         if checkpoint is None:
             return
-        states = any(one.reshards_states for one in decisions)
-        folder, said = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
-        found = compare_signatures(said, folder, states=states)
-        found += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
-        raise_faults(found, subject=f"loading {folder}")
+        with_states = any(one.reshards_states for one in decisions)
+        folder, signatures = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
+        faults = compare_signatures(signatures, folder, states=with_states)
+        faults += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
+        raise_faults(faults, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
     def _fill_config(self) -> None:
+        """Fill each "auto" of the JSON from the saved JSON, and note what is assumed or cannot be predicted."""
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
         self.config, auto = fill_auto(self.coming.config, saved)
         if auto:
-            taken = "taken as the saving run had it, or else as DeepSpeed does"
-            taken = taken if self.checkpoint is not None else "not known, as the checkpoint cannot be read"
-            self.notes.append(f'what is "auto" is {taken}: {", ".join(auto)}')
+            taken = "take the saving run's value, or else DeepSpeed's default"
+            taken = taken if self.checkpoint is not None else "are not known, as the checkpoint cannot be read"
+            self.notes.append(f'settings that are "auto" {taken}: {", ".join(auto)}')
         version = metadata.version("deepspeed")
         if version != SOURCE:
             self.notes.append(f"the rules of flat buffers are those of DeepSpeed {SOURCE}; {version} is installed here")
         if "data_efficiency" in self.config or "curriculum_learning" in self.config:
-            self.notes.append("the position of a curriculum's data sampler is not foreseen")
+            self.notes.append("the position of a curriculum's data sampler cannot be predicted")
         ours = section(self.config, SECTION)
         if section(ours, "resume"):
             self.notes.append(HOOKS_NEEDED)
-        if section(ours, "reshard").get("device") == "cuda":  # is asked of the job's machine, not of this one
+        if section(ours, "reshard").get("device") == "cuda":  # the job's machine must have it, not this one
             self.config[SECTION] = {**ours, "reshard": {**section(ours, "reshard"), "device": "auto"}}
         if self.coming.model is None and self.checkpoint is not None:
             optimizer = "" if section(self.config, "optimizer") else ", and so is the optimizer, which the JSON has not"
@@ -245,7 +246,7 @@ class _Forecasting:
             )
 
     def _only_batch_is_unknown(self) -> bool:
-        """Whether DeepSpeed refuses the JSON only for a batch that is "auto", which no checkpoint has filled."""
+        """True if DeepSpeed refuses the JSON only because a batch size is "auto", and no checkpoint has filled it."""
         micro, *_ = names = ("train_micro_batch_size_per_gpu", "train_batch_size")
         if self.checkpoint is not None or not any(self.coming.config.get(name) == "auto" for name in names):
             return False
@@ -256,18 +257,22 @@ class _Forecasting:
         return True
 
     def _plan_rank(self, rank: int) -> Training:
+        """Return global rank `rank` of the planned run; models are built once per part of the model."""
         assert self.ds is not None
         checkpoint = self.checkpoints.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
-        spot = position_of_rank(rank, self.sizes, checkpoint, self.config, parse_settings(self.config).tensor_parallel)
+        rules = parse_settings(self.config).tensor_parallel
+        position = position_of_rank(rank, self.sizes, checkpoint, self.config, rules)
         checkpoint = as_one_place(as_one_stage(checkpoint)) if isinstance(checkpoint, ZeroCheckpoint) else checkpoint
-        alike = spot.grid.row.rank, spot.grid.stage, min((one.first for one in spot.grid.experts.values()), default=0)
-        if alike not in self._models:
-            self._models[alike] = self._build_model(checkpoint, spot.grid)
-        made = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=self._models[alike], position=spot)
-        return made.training(sp=self.coming.sp)
+        grid = position.grid
+        model_key = grid.row.rank, grid.stage, min((one.first for one in grid.experts.values()), default=0)
+        if model_key not in self._models:
+            self._models[model_key] = self._build_model(checkpoint, grid)
+        model = self._models[model_key]
+        launch = Launch(ds=self.ds, config=self.config, checkpoint=checkpoint, model=model, position=position)
+        return launch.training(sp=self.coming.sp)
 
     def _build_model(self, checkpoint: AnyCheckpoint | None, grid: LiveGrid) -> PlannedModel:
-        """The model that --model makes, without memory; where that fails, which is a fault, the one that was saved."""
+        """Return the model that --model builds without memory; if it fails, add a fault and return the saved model."""
         import torch
 
         assert self.ds is not None
@@ -279,27 +284,26 @@ class _Forecasting:
                 return model_from_factory(made, dtype, autotp=autotp_in(self.config))
             except ReshardError as error:
                 self.faults += faults_of(error)
-            except (Exception, SystemExit) as error:  # of the factory, which is anybody's
-                said = " ".join(str(error).split())[:300] or "no message"
+            except (Exception, SystemExit) as error:  # the factory is the user's code, and may raise anything
+                message = " ".join(str(error).split())[:300] or "no message"
                 mend = "correct the factory: it is called on torch.device('meta'), and must not ask for a GPU"
                 if isinstance(error, ImportError):
                     mend = "run preflight in the folder of the module, and in the job's own environment"
-                self.faults.append(
-                    ConfigError.fault("--model", f"fails with {type(error).__name__}: {said}", mend=mend)
-                )
+                what = f"fails with {type(error).__name__}: {message}"
+                self.faults.append(ConfigError.fault("--model", what, mend=mend))
         if checkpoint is None:
             return placeholder_model()
-        was, now = (
+        saved_precision, new_precision = (
             [section(one, name).get("enabled") is True for name in ("bf16", "fp16")]
             for one in (checkpoint.model.config, self.config)
         )
-        kept = dtype is None and was == now
-        return saved_model(checkpoint, grid, None if kept else dtype or ElementType.FLOAT32)
+        same_precision = dtype is None and saved_precision == new_precision
+        return saved_model(checkpoint, grid, None if same_precision else dtype or ElementType.FLOAT32)
 
     def _decide_rank(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
-        """What a rank decides; where DeepSpeed loads, what it takes over is prepared all the same, to be told.
+        """Return a rank's decision and its prepared load, which is also made for the answer if DeepSpeed loads.
 
-        With `whole` the shards that other ranks open are looked at, too.
+        `whole`: also open the shards that other ranks would open.
         """
         run, settings = coming.run, parse_settings(self.config)
         settings = replace(settings, trust=trusted(settings.trust))
@@ -320,17 +324,17 @@ class _Forecasting:
             if any(fault.where.startswith("parameter ") for fault in faults_of(error)):
                 raise  # DeepSpeed refuses that as well
             why = "; ".join(fault.line() for fault in faults_of(error)[:3])
-            self.notes.append(f"what DeepSpeed takes over is not told, and it may not look: {why}")
+            self.notes.append(f"DeepSpeed loads this itself, and preflight cannot show what it loads: {why}")
             return decision, None
 
     def _shown_ranks(self) -> list[int]:
-        """The first node's ranks, some of them where they are many, and the last rank of all."""
-        a_node = -(-self.coming.world // self.coming.nodes)
-        return sorted({*range(0, a_node, -(-a_node // _MAX_SHOWN_RANKS)), self.coming.world - 1})
+        """Return the ranks of the first node, at most _MAX_SHOWN_RANKS of them, and the last rank of all."""
+        per_node = -(-self.coming.world // self.coming.nodes)
+        return sorted({*range(0, per_node, -(-per_node // _MAX_SHOWN_RANKS)), self.coming.world - 1})
 
 
 def _open_all_shards(checkpoint: AnyCheckpoint, decision: Decision) -> list[Fault]:
-    """Open the shards of every rank, and say what is wrong with them."""
+    """Open the shards of every rank, and return their faults."""
     prepared, shards = decision.prepared, decision.shards
     if prepared is None:
         assert shards is not None
@@ -347,6 +351,7 @@ def _open_all_shards(checkpoint: AnyCheckpoint, decision: Decision) -> list[Faul
 
 
 def _check_sizes(coming: PlannedRun) -> None:
+    """Raise ConfigError if the ranks cannot be divided as asked."""
     product = coming.tp * coming.pp
     if coming.world % product or (coming.world // product) % coming.ep:
         what = f"{coming.world} ranks cannot be divided into tp={coming.tp}, pp={coming.pp}, ep={coming.ep}"
@@ -357,12 +362,12 @@ def _check_sizes(coming: PlannedRun) -> None:
     if coming.nodes > coming.world:
         what = f"{coming.nodes} nodes have {coming.world} ranks"
         raise ConfigError.of("--nodes", what, mend="give at most as many as ranks")
-    if coming.model is not None and product * coming.ep > 1:  # not every rank has the whole of it
+    if coming.model is not None and product * coming.ep > 1:  # a rank then has only a part of the model
         raise cannot_predict("--model beside --tp, --pp or --ep")
 
 
 def _no_checkpoint(path: str) -> CheckpointNotFound:
-    """As the tools say it, who name what lies in the folder; else that a load does not look for what is there."""
+    """Return the error of a folder without a checkpoint: that of the tools, which names what lies there, if any."""
     try:
         find_listing(path, None)
     except CheckpointNotFound as error:
@@ -372,7 +377,7 @@ def _no_checkpoint(path: str) -> CheckpointNotFound:
 
 
 def _batch_sizes(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[str, tuple[object, object]]:
-    """Global batch, micro batch and accumulation: as DeepSpeed computes them, and as the saved JSON says."""
+    """Return the saved and the new value of each batch size; the new ones are those that DeepSpeed computes."""
     saved = dict(checkpoint.model.config) if checkpoint is not None else {}
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     parts = [saved.get(name) for name in names[1:]]
@@ -383,7 +388,7 @@ def _batch_sizes(ds: DeepSpeedConfig, checkpoint: AnyCheckpoint | None) -> dict[
 
 
 def _rank_cost(rank: int, config: Mapping[str, object], decision: Decision, prepared: Prepared) -> RankCost:
-    """Bytes and files that one rank reads, and what its engine holds."""
+    """Return the bytes and files that one rank reads, and the memory of its engine."""
     live, wants, grid, run = prepared.live, prepared.wants, prepared.grid, prepared.run
     masters = sum(buffer.held_numel * buffer.dtype.itemsize for buffer in live.buffers) if live is not None else 0
     types = {placement.buffer: placement.dtype for placement in wants.placements.values()}
@@ -394,36 +399,39 @@ def _rank_cost(rank: int, config: Mapping[str, object], decision: Decision, prep
         if one.names and one.dtype is not None
     )
     if decision.loader == "DeepSpeed":  # reads its files whole
-        listing, data = prepared.checkpoint.listing, run.data_rank
+        listing, data_rank = prepared.checkpoint.listing, run.data_rank
         # every column reads the first one's model file, too (`check_ckpt_list`, runtime/state_dict_factory.py, 0.19.8)
-        models, own = {0, grid.column}, listing.column(grid.column)
-        files = [listing.column(number).model[data if listing.partitioned_model else 0] for number in sorted(models)]
+        columns, optim = sorted({0, grid.column}), listing.column(grid.column).optim
+        model_rank = data_rank if listing.partitioned_model else 0
+        files = [listing.column(number).model[model_rank] for number in columns]
         files += _layer_and_expert_files(grid, listing)
-        files += [own.optim[data]] if data in own.optim and prepared.checkpoint.optim is not None else []
+        files += [optim[data_rank]] if data_rank in optim and prepared.checkpoint.optim is not None else []
         nbytes = sum(listing.nbytes[name] for name in files)
     else:
         files, nbytes = list(shown_files(prepared.plan.files)), prepared.plan.nbytes
     zero = section(config, "zero_optimization")
-    apart = {"offload_optimizer": masters + states, "offload_param": weights}
+    movable = {"offload_optimizer": masters + states, "offload_param": weights}
     return RankCost(
         rank=rank,
         read_nbytes=nbytes,
         files=tuple(files),
         optimizer_nbytes=masters + states,
         weights_nbytes=weights,
-        offloaded_nbytes=sum(held for key, held in apart.items() if section(zero, key).get("device", "none") != "none"),
+        offloaded_nbytes=sum(
+            size for key, size in movable.items() if section(zero, key).get("device", "none") != "none"
+        ),
     )
 
 
 def _layer_and_expert_files(grid: LiveGrid, listing: Listing) -> list[str]:
-    """The files of a stage's layers, or of all experts, beside a model file."""
-    own = range(grid.parts[grid.stage], grid.parts[grid.stage + 1]) if grid.parts else range(0)
-    layers = [name for (layer, row), name in listing.layers.items() if layer in own and row == grid.row.rank]
+    """Return the files of a stage's layers and of all experts, which DeepSpeed reads with the model file."""
+    own_layers = range(grid.parts[grid.stage], grid.parts[grid.stage + 1]) if grid.parts else range(0)
+    layers = [name for (layer, row), name in listing.layers.items() if layer in own_layers and row == grid.row.rank]
     return [*layers, *listing.experts.values()]
 
 
 def _report(coming: Training, decision: Decision, prepared: Prepared) -> ResumeReport | None:
-    """The table of the load, by the code that makes it, of the values that the load takes over."""
+    """Return the resume report that the load will make, by giving the planned engine the saved values."""
     resume, live, values = decision.resume, prepared.live, prepared.values
     if resume is None:
         return None
@@ -440,22 +448,23 @@ def _report(coming: Training, decision: Decision, prepared: Prepared) -> ResumeR
     resume.apply(Steps())
     if resume.proof is not None and decision.loader == "ds_reshard":
         resume.proof = "each tensor is proved by the load"
-    made = report(coming)
+    table = report(coming)
     saved = values.groups if values is not None else {}
-    rows = tuple(_hide_unknown_values(row, coming, decision, saved) for row in made.rows)
+    rows = tuple(_hide_unknown_values(row, coming, decision, saved) for row in table.rows)
     unknown = coming.script_sets_optimizer or coming.script_builds_scheduler
-    warnings = [one for one in made.warnings if one != UNHOOKED]
-    return replace(made, rows=rows, warnings=tuple(one for one in warnings if not (unknown and "learning rate" in one)))
+    warnings = [one for one in table.warnings if one != UNHOOKED]
+    warnings = [one for one in warnings if not (unknown and "learning rate" in one)]
+    return replace(table, rows=rows, warnings=tuple(warnings))
 
 
 def _hide_unknown_values(row: Row, coming: Training, decision: Decision, saved: Mapping[int, object]) -> Row:
-    """A row without what only the script knows: what its optimizer and its scheduler begin with."""
+    """Return a row of the report with initial values that only the script knows replaced by "the script's"."""
     group, _, name = row.name.removeprefix("group ").partition(": ") if row.name.startswith("group ") else ("", "", "")
     by_scheduler = coming.script_builds_scheduler and name in SCHEDULED - {"weight_decay"}
     if not name or not (coming.script_sets_optimizer or by_scheduler):
         return row
     assert decision.resume is not None
     policy = decision.resume.policy
-    taken = policy.takes(name) or (name in SCHEDULED and policy.schedule_is_this_runs)
-    taken = taken or not policy.loads_masters or int(group) not in saved
-    return replace(row, this_run=_SET_BY_SCRIPT, used=_SET_BY_SCRIPT if taken else row.used)
+    from_this_run = policy.takes(name) or (name in SCHEDULED and policy.schedule_is_this_runs)
+    from_this_run = from_this_run or not policy.loads_masters or int(group) not in saved
+    return replace(row, this_run=_SET_BY_SCRIPT, used=_SET_BY_SCRIPT if from_this_run else row.used)

@@ -1,4 +1,4 @@
-"""What ranks say before anything changes, and what follows where they differ."""
+"""The reports of all ranks before a load changes anything, and the errors if they differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BUILD_ALIKE = "give every rank the same DeepSpeed config and build the same eng
 
 @dataclass(slots=True)
 class Decision:
-    """Which way a load takes, as this rank sees it; `files` has a digest of each shard that it opened to see that."""
+    """This rank's decision on a load: who loads, and how; `files` has a digest of each shard opened to decide."""
 
     resume: Resume | None = None
     loader: str = ""
@@ -31,19 +31,20 @@ class Decision:
 
     @property
     def reshards_states(self) -> bool:
-        """Whether the optimizer's states are read for another layout, so that all ranks have to say them alike."""
+        """True if optimizer states are loaded into another layout, so that all ranks must have the same ones."""
         return self.prepared is not None and self.resume is not None and self.resume.request.load_optimizer
 
 
 class ReadinessReport(NamedTuple):
-    """What a rank says before anything changes; its size does not depend on the model.
+    """One rank's report before a load changes anything; its size does not depend on the model.
 
-    `given` are the arguments of the load, where ds_reshard has to do with it at all. `view` decides which way a rank
-    takes, `loader` is who loads, `states` whether the optimizer's are cut anew. `signatures` are digests of what the
-    model and optimizer shards say that this rank opened. `prints` is a digest of the checksums of each optimizer shard,
-    with its name. `names` is a column of the grid, and a digest of the tensors whose fingerprints its ranks will add
-    up. `sets` are digests of the paths of the files that say what all shards have alike, and of what is in them, and of
-    the shards that this rank opened; `files` has the path of each of these, and a digest of what is in it.
+    `arguments` are those of the load, None if ds_reshard does not handle it. `route` is a text of the settings
+    that decide who loads, `loader` is who loads, and `reshards_states` is true if optimizer states change their layout.
+    `signatures` are digests of the facts in the model and optimizer shards that this rank opened; `shard_checksums`
+    pairs a digest of the checksums of each optimizer shard with its name. `fingerprinted` is a column of the
+    grid, with a digest of the names of tensors whose fingerprints its ranks will add up. `file_sets` pairs a digest of
+    paths with a digest of contents, for the files that every rank reads, and for the shards that this rank opened;
+    `files` has the path of each of these shards, with a digest of its contents.
     """
 
     route: str = ""
@@ -53,78 +54,78 @@ class ReadinessReport(NamedTuple):
     reshards_states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     shard_checksums: frozenset[tuple[bytes, str]] = frozenset()
-    fingerprinted_names: tuple[int, int] | None = None
+    fingerprinted: tuple[int, int] | None = None
     file_sets: frozenset[tuple[bytes, bytes]] = frozenset()
     files: frozenset[tuple[str, bytes]] = frozenset()
 
 
-def check_ranks_agree(told: list[RankReport], steps: Steps, found: Found, decision: Decision, request: Request) -> None:
-    """Raise the same error on every rank where any is not ready, or where ranks differ. Collective."""
+def check_ranks_agree(
+    reports: list[RankReport], steps: Steps, found: Found, decision: Decision, request: Request
+) -> None:
+    """Raise the same error on every rank if any rank is not ready, or if ranks differ. Collective."""
     subject = f"loading {request.load_dir}"
     listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
     folder = listing.folder if listing is not None else request.load_dir
-    said = [one.value for one in told if isinstance(one.value, ReadinessReport)]
-    if any(one.step == 1 and one.faults for one in told):
-        steps.raise_first(told)
-    given = [one.arguments for one in said if one.arguments is not None]
+    ready = [one.value for one in reports if isinstance(one.value, ReadinessReport)]
+    if any(one.step == 1 and one.faults for one in reports):
+        steps.raise_first(reports)
+    arguments = [one.arguments for one in ready if one.arguments is not None]
     mend = "call it with the same arguments on every rank: those of rank 0 may be broadcast"
-    raise_faults(differences(given, where="load_checkpoint", mend=mend), subject="loading")
-    raise_faults(policy_differences([one.policy for one in said if one.policy is not None]), subject=subject)
-    if len({one.route for one in said if one.route}) > 1:  # a rank without one has said why
+    raise_faults(differences(arguments, where="load_checkpoint", mend=mend), subject="loading")
+    raise_faults(policy_differences([one.policy for one in ready if one.policy is not None]), subject=subject)
+    if len({one.route for one in ready if one.route}) > 1:  # a rank without a route has reported a fault
         raise_faults([_loader_fault(request.load_dir)], subject=subject)
-    failed = any(one.faults for one in told)
-    if not failed and len({one.loader for one in said}) > 1:
+    failed = any(one.faults for one in reports)
+    if not failed and len({one.loader for one in ready}) > 1:
         raise_faults([_loader_fault(folder)], subject=f"loading {folder}")
-    if not failed and _has_conflicts(one.fingerprinted_names for one in said if one.fingerprinted_names is not None):
+    if not failed and _has_conflicts(one.fingerprinted for one in ready if one.fingerprinted is not None):
         what = "ranks hold parts of other tensors"
         raise_faults([InternalError.fault(folder, what, mend=_BUILD_ALIKE)], subject=f"loading {folder}")
-    if not failed and _has_conflicts(
-        one for ready in said for pairs in (ready.file_sets, ready.files) for one in pairs
-    ):
+    if not failed and _has_conflicts(pair for one in ready for pairs in (one.file_sets, one.files) for pair in pairs):
         _refuse_other_files(found, decision, subject=f"loading {folder}")
-    # by what was told alone: of a row whose files are damaged a rank has no checkpoint, and the others wait for it
-    differ = _has_conflicts(
-        one for ready in said for pairs in (ready.signatures, ready.shard_checksums) for one in pairs
-    )
-    if any(one.signatures for one in said) and (failed or differ):
-        states = any(one.reshards_states for one in said)
-        told = _add_shard_faults(told, decision.shards, folder, states=states)
-    steps.raise_first(told)
+    # Decide from the gathered reports only: a rank that failed to open its files has no checkpoint, but must still take
+    # part in the next collective.
+    both = (pairs for one in ready for pairs in (one.signatures, one.shard_checksums))
+    differ = _has_conflicts(pair for pairs in both for pair in pairs)
+    if any(one.signatures for one in ready) and (failed or differ):
+        states = any(one.reshards_states for one in ready)
+        reports = _add_shard_faults(reports, decision.shards, folder, states=states)
+    steps.raise_first(reports)
 
 
-def _has_conflicts(said: Iterable[tuple[object, object]]) -> bool:
-    """Whether two say different things of one name."""
-    pairs = set(said)
+def _has_conflicts(pairs_of_ranks: Iterable[tuple[object, object]]) -> bool:
+    """True if two pairs have the same name, but different values."""
+    pairs = set(pairs_of_ranks)
     return len(pairs) > len({name for name, _ in pairs})
 
 
 def _add_shard_faults(
-    told: list[RankReport], shards: ZeroShards | None, folder: str, *, states: bool
+    reports: list[RankReport], shards: ZeroShards | None, folder: str, *, states: bool
 ) -> list[RankReport]:
-    """What ranks said, with what is found where all that their shards say is compared. Collective."""
-    seen = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
-    last = max(one.step for one in told)
-    faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
-    faults += compare_prints({k: v for _, one in seen for k, v in one.items()}, folder)
-    return [*told, RankReport(last, f"loading {folder}", tuple(faults), None)]
+    """Compare the shards of all ranks; return the reports with the faults added as a last report. Collective."""
+    shards_by_rank = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
+    last = max(one.step for one in reports)
+    faults = compare_signatures({k: v for one, _ in shards_by_rank for k, v in one.items()}, folder, states=states)
+    faults += compare_prints({k: v for _, one in shards_by_rank for k, v in one.items()}, folder)
+    return [*reports, RankReport(last, f"loading {folder}", tuple(faults), None)]
 
 
 def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> None:
-    """Raise where ranks read other files of one name, on every rank. Collective.
+    """Raise on every rank if ranks read different files of one name. Collective.
 
-    Of a model file that DeepSpeed loads only what all ranks have alike has to be the same: each node may have saved its
-    own, with what the script keeps of its own and the statistics of its own batches.
+    In a model file that DeepSpeed loads, only the entries that all ranks share must be equal: each node may have saved
+    its own file, with entries of the script and statistics of its own batches.
     """
 
-    def mine() -> dict[str, bytes]:
+    def digests() -> dict[str, bytes]:
         models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
         alike = {model.path: digest(alike_on_all_ranks(model)) for model in models if decision.loader == "DeepSpeed"}
         return {**found.prints, **decision.files, **alike}
 
-    read, faults, _ = attempt(mine)
-    told = gather((faults, read or {}))
-    raise_faults([fault for of_rank, _ in told for fault in of_rank], subject=subject)
-    raise_faults(file_faults([files for _, files in told]), subject=subject)
+    own_digests, faults, _ = attempt(digests)
+    by_rank = gather((faults, own_digests or {}))
+    raise_faults([fault for of_rank, _ in by_rank for fault in of_rank], subject=subject)
+    raise_faults(file_faults([files for _, files in by_rank]), subject=subject)
 
 
 def _loader_fault(where: str) -> Fault:
