@@ -1,4 +1,4 @@
-"""Parameters of which several stages of a pipeline have a copy: who takes which, and whether all are equal."""
+"""Parameters that several ranks have saved copies of: which copy is loaded, and whether all are equal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger("ds_reshard")
 
 
 def later_stage_weight_faults(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
-    """Weights, or masters that they are, of which only a later stage's value is to be had, and that are not tied."""
+    """Yield a fault for each untied weight (or master made of it) that only a later pipeline stage has saved."""
     wanted = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
     for name in sorted(wants.checkpoint.late & wanted.union(wants.from_masters) - grid.tied):
         what = "is not tied, and no file of a layer has the first stage's value, as its TiedLayerSpec has a forward_fn"
@@ -39,7 +39,7 @@ def later_stage_weight_faults(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
 
 
 def tensors_read_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]:
-    """Tensors of flat buffers that ranks with other layers or experts read, and see to the checksums of."""
+    """Return the tensors in flat buffers that ranks with other layers or experts read, checksums included."""
     if wants.wholes:
         others = (key for key in wants.checkpoint.layout.placements if key.kind in wants.wholes)
         return frozenset(others).difference(wants.sources.values())
@@ -51,32 +51,35 @@ def tensors_read_elsewhere(wants: Wants, grid: LiveGrid) -> frozenset[TensorKey]
 
 
 def plan_rank(index: Index, wants: Wants, grid: LiveGrid, position: int, size: int) -> Plan:
-    """The plan of this rank, of what all ranks of the run divide and of what only some do; opens shards."""
+    """Return this rank's plan for tensors shared by all ranks and for those shared by some; opens shards.
+
+    The rank is `position` of `size` ranks that share the former.
+    """
     shares = {(position, size): wants, **wants.shares}
     plans = [
-        Planner(index, one.layout(ranks), one.sources, elsewhere=tensors_read_elsewhere(one, grid)).plan(
-            place, sizes={**one.sizes, **one.padded}
+        Planner(index, targets.layout(ranks), targets.sources, elsewhere=tensors_read_elsewhere(targets, grid)).plan(
+            rank, sizes={**targets.sizes, **targets.padded}
         )
-        for (place, ranks), one in shares.items()
+        for (rank, ranks), targets in shares.items()
     ]
     return reduce(Plan.merge, plans)
 
 
 def unproved_faults(wants: Wants, *, prove: bool) -> Iterator[Fault]:
-    """Fingerprints are added up over the ranks of a run, which do not all have a share of an expert."""
+    """Yield faults of tensors whose fingerprints cannot be proved: only some ranks of the run have parts of them."""
     left_out = {
         "tensors that this run divides otherwise": wants.divided,
         "the momentum of Muon": wants.wholes,
         "the experts of a mixture": wants.shares,
     }
-    for name, there in left_out.items():
-        if prove and there:
+    for name, present in left_out.items():
+        if prove and present:
             what, mend = f"does not prove {name}", '"reshard": {"verify": "crc32"}'
             yield UnsupportedLayout.fault("ds_reshard.reshard.verify", what, "crc32", "fingerprint", mend=mend)
 
 
 def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: LiveGrid) -> Named:
-    """The checkpoint with its optimizer named, at stage 0 by this run's order, and then where its tensors lie."""
+    """Return the checkpoint with its optimizer's parameters named (at stage 0 in this run's order)."""
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
     raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
@@ -88,10 +91,10 @@ def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: Liv
 
 
 def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | None) -> Iterator[Fault]:
-    """A fault where this rank has other layers or experts than any that has saved an optimizer at ZeRO stage 0.
+    """Yield a fault if this rank has other layers or experts than any rank that saved an optimizer at ZeRO stage 0.
 
-    Such optimizers name no parameter, so each rank takes back its own. Other layers show by another number of
-    parameters; as many of the same shapes cannot be told apart.
+    Such optimizers name no parameters, so each rank must load its own. Other layers are recognised by the number and
+    shapes of their parameters; layers with the same shapes cannot be told apart.
     """
     saved, sizes = checkpoint.stages, {held.total // held.size for held in grid.experts.values()}
     mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
@@ -100,11 +103,11 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
     if checkpoint.listing.places:
         if sizes == {checkpoint.grid.ep}:
             return
-        of, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
+        owner, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
         if len(sizes) > 1:
             expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
-        of, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
+        owner, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
         if len(saved) == grid.pp and not checkpoint.rows:
             if same_sizes(saved[grid.stage], live.order, live.trained):
                 return
@@ -113,7 +116,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
         return
     yield UnsupportedLayout.fault(
         checkpoint.listing.folder,
-        f"holds optimizers that name no parameter (ZeRO stage 0), one for each {of}",
+        f"holds optimizers that name no parameter (ZeRO stage 0), one for each {owner}",
         f"{expected}, as saved",
         found,
         mend=f"{mend}; or pass load_optimizer_states=False, load_lr_scheduler_states=False",
@@ -121,9 +124,11 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
 
 
 def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
-    """Whether DeepSpeed loads the weights of all tied modules: the first stage that has one fills those of all others
-    (`_synchronize_tied_weights`, runtime/pipe/module.py, 0.19.8), be it from a file of a layer or as it was built. What
-    is not tied of them it leaves in all but the first stage as it was built.
+    """True if DeepSpeed's own load restores all weights of tied modules.
+
+    The first stage with a tied module loads its file, or keeps the initial weights if there is none, and sends them to
+    the others (`_synchronize_tied_weights`, runtime/pipe/module.py, 0.19.8). Untied parameters of a tied module keep
+    their initial values in all stages but the first.
     """
     tied = [(name, tied_key(name)) for name in checkpoint.model.module]
     if any(len(grid.stages_of(key)) > 1 and name not in grid.tied for name, key in tied if key is not None):
@@ -137,7 +142,7 @@ def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
 
 
 def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:
-    """What the model file of this rank's stage says, and of weights and schedule what all stages' say together."""
+    """Return the model states of this rank's stage, with the weights and the schedule of all stages together."""
     own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
     entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
     return replace(checkpoint.model, path=own.path, entries=entries)
@@ -146,18 +151,18 @@ def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:
 def unequal_replicas(
     checkpoint: ZeroCheckpoint, grid: LiveGrid, index: Index, position: int, size: int, *, memory_nbytes: int
 ) -> Iterator[Fault]:
-    """Copies that should be equal and are not: of what is not divided by tensor-parallel ranks, of tied parameters, and
-    of others that were trained, as the first stage's copy is loaded into all stages.
+    """Yield a fault for each saved copy that differs from the first one, which is loaded into all ranks and stages.
 
-    A copy that was never trained, as that of a position embedding in the last stage, is passed over. The ranks of a row
-    divide the copies among them; `position` of `size` is this rank's among those of its stage. At ZeRO stage 0 no file
-    has a later stage's weight, and its own ranks look at its states.
+    Compared are tensors that tensor-parallel ranks replicate, tied parameters, and untied parameters of tied modules if
+    they were trained; a copy that was never trained (a position embedding in the last stage) may differ. Ranks share
+    the work: this is rank `position` of `size` of its stage. At ZeRO stage 0 no file has a later stage's weight, so its
+    own ranks examine its states.
     """
-    held = [(one.key, holder) for one in checkpoint.layout.placements.values() for holder, _ in one.replicas]
+    copies = [(one.key, holder) for one in checkpoint.layout.placements.values() for holder, _ in one.replicas]
     replicas = {Holder(): index} | {
         of: index.with_layout(layout) for of, layout in checkpoint.layout.replicas().items()
     }
-    for key, holder in held[grid.stage * size + position :: grid.pp * size]:
+    for key, holder in copies[grid.stage * size + position :: grid.pp * size]:
         first = replicas[Holder(holder.stage) if holder.rank else Holder()], key
         replica = replicas[holder], key
         untied = not holder.rank and key.name not in grid.tied
@@ -177,8 +182,8 @@ def unequal_replicas(
             continue
         kinds = [kind for kind in checkpoint.layout.kinds(key.name) if kind not in (MASTER, WEIGHT)]
         states = [one for one in (key._replace(kind=kind) for kind in kinds) if one in replica[0].layout]
-        told = states if key.kind == MASTER and states else [key]  # equal states may belong to other masters
-        if not all(is_zero(replica[0], one, memory_nbytes=memory_nbytes) for one in told):
+        checked = states if key.kind == MASTER and states else [key]  # equal states may belong to other masters
+        if not all(is_zero(replica[0], one, memory_nbytes=memory_nbytes) for one in checked):
             yield _trained_fault(key, "the first stage's values", "others")
     for key in [key for key in checkpoint.layout.placements if _has_earlier_copy(key.name, grid)][position::size]:
         if key.kind == WEIGHT:
@@ -188,7 +193,7 @@ def unequal_replicas(
 
 
 def _has_earlier_copy(name: str, grid: LiveGrid) -> bool:
-    """Whether an earlier stage has a tensor of this name, too, and they are not tied."""
+    """True if an earlier stage has a tensor of this name too, and the two are not tied."""
     key = tied_key(name)
     return key is not None and name not in grid.tied and grid.stages_of(key)[:1] not in ([], [grid.stage])
 
@@ -213,15 +218,15 @@ def _difference(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> str:
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{right.dtype} {list(right.shape)} beside {left.dtype} {list(left.shape)}"
     reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
-    found, at = Deviation(), 0
+    deviation, offset = Deviation(), 0
     for span in reader.read([(left, right)]):
-        found.add(at, *span.values)
-        at += span.values[0].numel()
-    return f"{found.differing} of {at} elements differ, by at most {found.max_abs:g}"
+        deviation.add(offset, *span.values)
+        offset += span.values[0].numel()
+    return f"{deviation.differing} of {offset} elements differ, by at most {deviation.max_abs:g}"
 
 
 def same_values(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> bool:
-    """Whether two tensors are equal to the bit; read where their checksums do not tell."""
+    """True if two tensors are equal to the bit; they are read if their checksums do not tell."""
     if checksums(*one) == checksums(*other):
         return True
     left, right = logical(*one), logical(*other)

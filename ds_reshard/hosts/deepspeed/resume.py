@@ -1,12 +1,12 @@
-"""The resume policy on a DeepSpeed engine: refused before a load, applied after it, and reported.
+"""The resume policy on a DeepSpeed engine: checked before a load, applied after it, and reported.
 
-A load is asked for no more than the policy wants; afterwards this run's values, noted before its first load, are
-written back, and each scheduler is put where it belongs (`resume/scheduler_policy.py` has the table).
+A load restores no more than the policy allows. Afterwards this run's values, noted before its first load, are written
+back if the policy says so, and each scheduler is moved to its position (`resume/scheduler_policy.py` has the table).
 
-Four seams, of rung 2 of the ladder (methods on classes). `load_state_dict` of torch's and DeepSpeed's schedulers, as
-neither announces a state: what a policy decided at the engine's load would be undone when a scheduler that the engine
-does not know is given its saved state. `load_state_dict` of DeepSpeed's optimizers, which a script may call past
-`load_checkpoint`. `_take_model_step` and `save_checkpoint` of the engine.
+There are four seams on methods of classes (rung 2 of the ladder). `load_state_dict` of torch's and DeepSpeed's
+schedulers: a scheduler that the engine does not know may get its saved state after the engine's load, which would undo
+the policy. `load_state_dict` of DeepSpeed's optimizers, which a script may call without `load_checkpoint`. And
+`_take_model_step` and `save_checkpoint` of the engine.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ Value = TypeVar("Value")
 
 
 class SchedulerMap(MutableMapping[object, Value]):
-    """Values of schedulers that are alive, by identity: a script's class may have no hash, or its own equality."""
+    """A weak map from schedulers to values, by identity: a script's class may have no hash, or its own equality."""
 
     def __init__(self) -> None:
         self._items: dict[int, tuple[weakref.ref[object], Value]] = {}
@@ -80,8 +80,8 @@ class SchedulerMap(MutableMapping[object, Value]):
         return self._items[id(scheduler)][1]
 
     def __setitem__(self, scheduler: object, value: Value) -> None:
-        items, number = self._items, id(scheduler)
-        items[number] = weakref.ref(scheduler, lambda _: items.pop(number, None)), value
+        items, key = self._items, id(scheduler)
+        items[key] = weakref.ref(scheduler, lambda _: items.pop(key, None)), value
 
     def __delitem__(self, scheduler: object) -> None:
         del self._items[id(scheduler)]
@@ -95,9 +95,9 @@ class SchedulerMap(MutableMapping[object, Value]):
 
 
 def policy_of(kind: str, settings: Settings, *, module_only: bool) -> ResumePolicy:
-    """The policy of this process and of an engine's JSON; `kind` is that of its optimizer.
+    """Return the resume policy of this process and of an engine's JSON; `kind` names the optimizer's wrapper.
 
-    The default one for what is no resume: `load_module_only`, and engines without an optimizer (a reference model).
+    It is the default policy for loads that are no resume: `load_module_only`, and engines without an optimizer.
     """
     policy = policy_sources.asked_policy(settings.resume)
     if module_only or kind == "none":
@@ -114,16 +114,19 @@ def policy_of(kind: str, settings: Settings, *, module_only: bool) -> ResumePoli
 class RunValues:
     """This run's own values, as they were before its first load, and the last load.
 
-    `groups` are the param groups without the parameters; `stepped` says that the engine had trained before, so that the
-    scheduler's beginning is not known. `sampler` is the state of a curriculum's data sampler, `random_ltd` that of the
-    schedule of random-LTD, which counts by the iteration.
+    `groups` are the param groups without their parameters; `stepped` is true if the engine had trained before, so that
+    the scheduler's initial state is unknown. `sampler` is the state of a curriculum's data sampler, `random_ltd` that
+    of the random-LTD schedule, which follows the iteration.
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
         optimizer, sampler = engine.optimizer, _sampler(engine)
         random_ltd = getattr(engine, "random_ltd_scheduler", None)
-        kept = ({n: v for n, v in group.items() if n not in ("params", "step")} for group in live_groups(engine))
-        self.groups = list(map(copy.deepcopy, kept))
+        hyperparameters = (
+            {name: value for name, value in group.items() if name not in ("params", "step")}
+            for group in live_groups(engine)
+        )
+        self.groups = list(map(copy.deepcopy, hyperparameters))
         self.clip_grad: object = getattr(optimizer, "clip_grad", None)
         self.loss_scaler: object = copy.deepcopy(getattr(optimizer, scale_name(optimizer) or "loss_scaler", None))
         self.stepped: bool = engine.global_steps > 0
@@ -137,7 +140,7 @@ _BEGINNINGS: SchedulerMap[Beginning] = SchedulerMap()
 
 
 def run_values(engine: DeepSpeedEngine) -> RunValues:
-    """This run's values, noted by the first call."""
+    """Return this run's values as they were at the first call."""
     if engine not in _VALUES:
         if engine.lr_scheduler is not None:
             beginning_of(engine.lr_scheduler)
@@ -146,62 +149,62 @@ def run_values(engine: DeepSpeedEngine) -> RunValues:
 
 
 def _sampler(engine: DeepSpeedEngine) -> DeepSpeedDataSampler | None:
-    """The data sampler of curriculum learning, the only data position that DeepSpeed stores."""
+    """Return the data sampler of curriculum learning, the only data position that DeepSpeed saves; None without it."""
     loader = engine.training_dataloader
     sampler: DeepSpeedDataSampler | None = getattr(loader, "data_sampler", None)
     return sampler if loader is not None and engine.curriculum_learning_enabled() else None
 
 
 def beginning_of(scheduler: object) -> Beginning:
-    """The scheduler as it was at the first call, which comes before it is given a state."""
+    """Return the initial state of a scheduler; the first call must come before the scheduler loads a state."""
     if scheduler not in _BEGINNINGS:
         _BEGINNINGS[scheduler] = Beginning(scheduler)
     return _BEGINNINGS[scheduler]
 
 
 def external_schedulers(engine: DeepSpeedEngine) -> list[object]:
-    """The schedulers on the engine's optimizer that were given a state, without the engine's own.
+    """Return the schedulers that have loaded a state and step the engine's optimizer, but are not the engine's own.
 
-    Hugging Face's Trainer and accelerate, and many scripts, keep schedulers that the engine does not know, and give
-    them their state before or after `engine.load_checkpoint` (transformers/trainer.py,
-    `_load_optimizer_and_scheduler`; accelerate/checkpointing.py, `load_accelerator_state`).
+    Hugging Face's Trainer, accelerate and many scripts keep schedulers that the engine does not know, and load their
+    state before or after `engine.load_checkpoint` (transformers/trainer.py, `_load_optimizer_and_scheduler`;
+    accelerate/checkpointing.py, `load_accelerator_state`).
     """
     optimizer = innermost(engine.optimizer)
     return [one for one in list(_BEGINNINGS) if innermost(one) is optimizer and not _contains(engine.lr_scheduler, one)]
 
 
 def _contains(scheduler: object, part: object) -> bool:
-    """Whether `part` is the scheduler, or inside it."""
+    """True if `part` is the scheduler itself, or one of the schedulers inside it."""
     return part is scheduler or any(_contains(inner, part) for inner in getattr(scheduler, "_schedulers", ()))
 
 
 def _schedule_resume(
     engine: DeepSpeedEngine, policy: ResumePolicy, saved: SavedValues | None, external: object = None
 ) -> ScheduleResume:
-    """The engine's own scheduler under a policy; or an external one, whose state is the one of `saved`."""
-    own, scheduler = run_values(engine), engine.lr_scheduler if external is None else external
-    others = (*external_schedulers(engine), engine.lr_scheduler) if external is not None else ()
+    """Return the resume of the engine's scheduler, or of an `external` one, whose state is in `saved`."""
+    this_run, scheduler = run_values(engine), engine.lr_scheduler if external is None else external
+    other_schedulers = (*external_schedulers(engine), engine.lr_scheduler) if external is not None else ()
     return ScheduleResume(
         policy=policy,
         scheduler=scheduler,
         beginning=beginning_of(scheduler) if scheduler is not None else None,
-        own_groups=own.groups,
+        own_groups=this_run.groups,
         saved=saved,
         external=external is not None,
-        others=[one for one in others if one is not None and one is not external],
+        others=[one for one in other_schedulers if one is not None and one is not external],
         by_script=engine.client_lr_scheduler is not None,
-        stepped=own.stepped and external is None,
+        stepped=this_run.stepped and external is None,
     )
 
 
 def _external_state(scheduler: object, state: Mapping[str, object] | None = None) -> SavedValues:
-    """What an external scheduler is to resume from: the state that it is given, or was given before the load."""
+    """Return the saved values of an external scheduler: `state`, or the state that it loaded before."""
     state = copy.deepcopy(scheduler.state_dict()) if state is None else state  # type: ignore[attr-defined]
     return SavedValues(where=f"the state of {type(scheduler).__name__}", scheduler=state)
 
 
 def restrict(request: Request, policy: ResumePolicy) -> Request:
-    """The load that a policy asks for: never more than the caller's arguments, which keep their meaning."""
+    """Return the request reduced to what a policy allows: never more than the caller's arguments ask for."""
     return replace(
         request,
         optimizer=request.optimizer and policy.loads_masters,
@@ -216,13 +219,13 @@ LEFT_TO_DEEPSPEED = "no tensor was proved: DeepSpeed loaded it"
 
 
 class Resume:
-    """One load under a policy, and what is remembered of it; nothing here keeps the engine alive.
+    """One load under a policy, and its record afterwards; nothing here keeps the engine alive.
 
-    `request` is what the policy asks of the load, `proof` says how many tensors were proved, if that was asked for.
-    `before` has iteration, samples and position just before the load. `given` samples what the optimizer is given
-    during the load. Once it is done `saved` has the checkpoint's facts, `iteration` is the one that it left, `states`
-    says whose masters and moments, and `external` has the schedulers beside the engine that have taken a state since,
-    with its position.
+    `request` is the load as the policy allows it, `proof` tells how many tensors were proved, None if no proof was
+    asked for. `before` has iteration, samples and scheduler position just before the load. `given` samples the states
+    that the optimizer is given. After the load, `saved` has the checkpoint's values, `iteration` is the new iteration,
+    `states` tells where masters and moments came from, and `external` maps the external schedulers that have loaded a
+    state since to their positions.
     """
 
     def __init__(self, engine: DeepSpeedEngine, policy: ResumePolicy, request: Request, settings: Settings) -> None:
@@ -247,7 +250,7 @@ class Resume:
         return engine
 
     def check_policy(self) -> None:
-        """Raise what cannot be done of the policy with this engine, whatever the checkpoint."""
+        """Raise if this engine cannot apply the policy, whatever the checkpoint."""
         engine, policy = self._engine, self.policy
         if policy.is_default:
             return
@@ -264,9 +267,9 @@ class Resume:
             raise_faults(unwritable(self.policy.report), subject=self._subject)
 
     def check_unread_load(self, aside: Aside | None) -> None:
-        """Raise what the policy cannot do as DeepSpeed loads tensors that are not read here.
+        """Raise if the policy cannot be applied to a checkpoint that only DeepSpeed reads.
 
-        `aside` is what the model file says beside them.
+        `aside` has the other entries of its model file.
         """
         self._check_report_path()
         policy, aside = self.policy, aside or Aside()
@@ -275,7 +278,7 @@ class Resume:
         unable = [f'scheduler "{policy.scheduler}"'] if policy.scheduler in ("checkpoint", "strict") else []
         unable += [f'optimizer "{policy.optimizer}"'] if policy.optimizer != "load" else []
         unable += ["finetune"] if policy.finetune else []
-        what = "is of a kind that is left to DeepSpeed (pipeline, experts, tensor parallel): {} cannot be applied to it"
+        what = "is loaded by DeepSpeed itself (pipeline, experts, tensor parallel), so {} cannot be applied to it"
         mend = "convert or save it as a plain ZeRO checkpoint, or leave that out of the resume policy"
         where = self._arguments.load_dir
         faults = [UnsupportedLayout.fault(where, what.format(name), mend=mend) for name in unable]
@@ -285,19 +288,19 @@ class Resume:
             self.saved = _saved_values(aside.entries, settings, where=aside.folder, stage=int(stage), scheduler=True)
 
     def read(self, checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings) -> None:
-        """Read the checkpoint's facts, and raise what it cannot give of what the policy asks for."""
+        """Read the checkpoint's saved values, and raise if the policy needs values that it does not have."""
         self._check_report_path()
         engine, policy = self._engine, self.policy
-        wants = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
-        self.saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=wants))
+        with_scheduler = engine.lr_scheduler is not None or policy.scheduler in ("checkpoint", "strict")
+        self.saved, _, cause = attempt(lambda: read_saved(checkpoint, groups, settings, scheduler=with_scheduler))
         if policy.is_default:
-            return  # the facts are for the report alone; what is wrong with them, the load itself will say
+            return  # the values are only needed for the report; the load itself raises their faults
         if cause is not None:
             raise cause
         raise_faults(_schedule_resume(engine, policy, self.saved).faults(), subject=self._subject)
 
     def after_deepspeed(self, result: Result) -> Result:
-        """Apply the policy to the engine that DeepSpeed has loaded; its own result. Collective."""
+        """Apply the policy to the engine that DeepSpeed has loaded; return DeepSpeed's result. Collective."""
         if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
             logger.warning("%s: %s", self._subject, self.proof)
         if result[0] is None or self._arguments.module_only:
@@ -315,7 +318,7 @@ class Resume:
         return result
 
     def apply(self, steps: Steps) -> None:
-        """Apply the policy to the engine that was loaded, once all ranks' steps have gone well. Collective."""
+        """Apply the policy to the loaded engine; raise if a step of any rank has failed. Collective."""
         if not self._arguments.module_only:
             steps.take(self._apply, subject=self._subject)
             steps.take(self._refuse_others, subject=self._subject)
@@ -324,7 +327,7 @@ class Resume:
             run_values(self._engine).last = self
 
     def _refuse_others(self) -> None:
-        """Raise FingerprintMismatch where the optimizer of this rank does not hold the states that it was given."""
+        """Raise FingerprintMismatch if this rank's optimizer no longer holds the states that the load gave it."""
         if self.checks and (kinds := self.given.differing()):
             what = f"{', '.join(kinds)} in the optimizer of rank {rank()} have changed since they were loaded"
             mend = f'{CHANGED}; if it is to, load once with "reshard": {{"verify": "off"}}'
@@ -333,7 +336,7 @@ class Resume:
 
     def _apply(self) -> None:
         engine, policy = self._engine, self.policy
-        if self.saved is None:  # DeepSpeed has loaded what is not read here: the engine shows it
+        if self.saved is None:  # DeepSpeed has loaded files that are not read here: take the engine's values
             position = position_of(engine.lr_scheduler) if engine.lr_scheduler is not None else None
             self.saved = SavedValues(
                 where=self._arguments.load_dir,
@@ -348,11 +351,11 @@ class Resume:
             apply(engine, self.saved, policy)
         self.iteration = engine.global_steps
         self.request, self._arguments = (replace(one, custom_load_fn=None) for one in (self.request, self._arguments))
-        for scheduler in external_schedulers(engine) if not policy.is_default else ():  # given a state before the load
+        for scheduler in external_schedulers(engine) if not policy.is_default else ():  # loaded a state before the load
             self.apply_external(engine, _schedule_resume(engine, policy, _external_state(scheduler), scheduler))
 
     def apply_external(self, engine: DeepSpeedEngine, schedule: ScheduleResume) -> None:
-        """Apply the policy to an external scheduler that is given its state."""
+        """Apply the policy to an external scheduler that loads its state."""
         groups = live_groups(engine)
         assert self.saved is not None and schedule.saved is not None
         schedule.apply(groups, self.saved.group_values(len(groups)))
@@ -360,12 +363,12 @@ class Resume:
         self.note_external(schedule.scheduler, schedule.saved.scheduler or {})
 
     def note_external(self, scheduler: object, state: Mapping[str, object]) -> None:
-        """Note the position in the state that an external scheduler has taken; the last one to take a state is last."""
+        """Note the position in the state that an external scheduler has loaded; the latest one comes last."""
         self.external.pop(scheduler, None)
         self.external[scheduler] = position_in(state)
 
     def report(self, result: Result) -> Result:
-        """Publish the report of a load that has ended; the load's own result. Collective if a file was asked for."""
+        """Publish the report of a finished load; return the load's result. Collective if there is a report file."""
         if result[0] is None or self._arguments.module_only:
             return result
         policy_sources.note_applied(self.policy)
@@ -377,8 +380,8 @@ class Resume:
         return result
 
     def publish(self, scheduler: object = None) -> None:
-        """Rank 0: publish the report of the load, or anew as an external scheduler has taken a state since."""
-        assert self.saved is not None, "the load has noted it"
+        """Publish the report of the load on rank 0, or publish it again after external `scheduler` loaded a state."""
+        assert self.saved is not None, "the load has set it"
         if scheduler is None:
             self.states = states_left(self._engine, self.request, self.saved, self.given)
         table = report(self._engine)
@@ -401,74 +404,74 @@ _NOT_HYPERPARAMETERS = (
     *("amsgrad", "capturable", "differentiable", "foreach", "fused", "maximize", "decoupled_weight_decay"),
     *(*BOUNDS, "max_momentum", "base_momentum"),
 )
-"""What decides which states an optimizer has or how it computes, and what schedulers keep in the groups."""
+"""Keys of param groups that choose an optimizer's states or its arithmetic, or that belong to schedulers."""
 
 
 def _argument_faults(engine: DeepSpeedEngine, request: Request, policy: ResumePolicy) -> list[Fault]:
-    """Where the policy contradicts the arguments of `load_checkpoint`, the configuration or the engine's own past."""
-    own, wrong, asked = run_values(engine), list[tuple[str, str, str]](), f'scheduler "{policy.scheduler}"'
+    """Return faults if the policy contradicts the arguments of `load_checkpoint`, the JSON, or the engine's history."""
+    this_run, problems, requested = run_values(engine), list[tuple[str, str, str]](), f'scheduler "{policy.scheduler}"'
     in_files, masters = policy.scheduler in ("checkpoint", "strict"), policy.optimizer == "masters"
-    # Lightning, whose engine has no scheduler, never asks for the state of one: it steps its own
+    # Lightning never loads the engine's scheduler: its engine has none, as Lightning steps its own
     if (in_files or policy.scheduler == "override") and not request.scheduler and engine.lr_scheduler is not None:
-        what = f"contradicts {asked}: one leaves the schedule out, the other asks for it"
+        what = f"contradicts {requested}: one leaves the schedule out, the other asks for it"
         mend = 'leave out load_lr_scheduler_states=False, or ask for scheduler "reset" (--no-load-lr-state)'
-        wrong.append(("load_checkpoint(load_lr_scheduler_states=False)", what, mend))
+        problems.append(("load_checkpoint(load_lr_scheduler_states=False)", what, mend))
     if not request.optimizer and (masters or in_files):
-        what = f"contradicts {'masters' if masters else asked}, which is in the optimizer's files"
+        what = f"contradicts {'masters' if masters else requested}, which is in the optimizer's files"
         mend = "leave out load_optimizer_states=False, or that part of the resume policy"
-        wrong.append(("load_checkpoint(load_optimizer_states=False)", what, mend))
+        problems.append(("load_checkpoint(load_optimizer_states=False)", what, mend))
     if masters and not engine.zero_load_from_fp32_weights():
         what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
-        wrong.append(("zero_optimization.load_from_fp32_weights: false", what, mend))
-    if not policy.loads_moments and (own.stepped or own.last is not None or engine.global_steps > 0):
+        problems.append(("zero_optimization.load_from_fp32_weights: false", what, mend))
+    if not policy.loads_moments and (this_run.stepped or this_run.last is not None or engine.global_steps > 0):
         what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
-        wrong.append(("the running engine", what, "build the engine anew for a load without moments"))
-    if policy.dataloader == "reset" and own.sampler is None and not policy_sources.adopted("dataloader"):
+        problems.append(("the running engine", what, "build the engine anew for a load without moments"))
+    if policy.dataloader == "reset" and this_run.sampler is None and not policy_sources.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
-        wrong.append(("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
+        problems.append(("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
     if not policy.rng and not policy.finetune and not policy_sources.adopted("rng"):
         what = "DeepSpeed's checkpoints hold no random states: there is nothing to leave out"
         mend = "leave out --no-load-rng; those that the script or accelerate restores may be set anew after the load"
-        wrong.append(("rng", what, mend))
-    known = {name for group in own.groups for name in group}.difference(_NOT_HYPERPARAMETERS)
-    known |= {"clip_grad", "loss_scale"}
-    what, mend = "is no hyper-parameter of this run's optimizer or engine", ", ".join(sorted(known - {"lr"}))
-    wrong += [
+        problems.append(("rng", what, mend))
+    settable = {name for group in this_run.groups for name in group}.difference(_NOT_HYPERPARAMETERS)
+    settable |= {"clip_grad", "loss_scale"}
+    what, mend = "is no hyper-parameter of this run's optimizer or engine", ", ".join(sorted(settable - {"lr"}))
+    problems += [
         (f"hyperparameters: {name}", what, f"name some of {mend}")
         for name in policy.hyperparameters
-        if name not in known
+        if name not in settable
     ]
-    if policy.takes("loss_scale") and own.loss_scaler is None:
-        wrong.append(("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
-    return [ConfigError.fault(where, what, mend=mend) for where, what, mend in wrong]
+    if policy.takes("loss_scale") and this_run.loss_scaler is None:
+        problems.append(("hyperparameters: loss_scale", "this engine scales no loss", "leave loss_scale out"))
+    return [ConfigError.fault(where, what, mend=mend) for where, what, mend in problems]
 
 
 def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> None:
-    """After a load: this run's values where the policy wants them, and the schedule where it belongs.
+    """Write this run's values back after a load if the policy says so, and move the scheduler to its position.
 
     Not collective; the same on every rank.
     """
-    own, groups, optimizer = run_values(engine), live_groups(engine), engine.optimizer
+    this_run, groups, optimizer = run_values(engine), live_groups(engine), engine.optimizer
     if policy.takes("clip_grad"):
-        optimizer.clip_grad = own.clip_grad if own.clip_grad is not None else engine.gradient_clipping()
+        optimizer.clip_grad = this_run.clip_grad if this_run.clip_grad is not None else engine.gradient_clipping()
     if policy.takes("loss_scale"):
-        setattr(optimizer, scale_name(optimizer) or "loss_scaler", copy.deepcopy(own.loss_scaler))
+        setattr(optimizer, scale_name(optimizer) or "loss_scaler", copy.deepcopy(this_run.loss_scaler))
     if not policy.keeps_iteration:
         engine.global_steps = engine.global_samples = engine.skipped_steps = 0
         if (random_ltd := getattr(engine, "random_ltd_scheduler", None)) is not None:
-            random_ltd.load_state_dict(own.random_ltd)
+            random_ltd.load_state_dict(this_run.random_ltd)
     sampler = _sampler(engine)
     if sampler is not None and (policy.dataloader == "reset" or policy.finetune):
-        load_sampler(sampler, copy.deepcopy(own.sampler))
+        load_sampler(sampler, copy.deepcopy(this_run.sampler))
     _schedule_resume(engine, policy, saved).apply(groups, saved.group_values(len(groups)))
-    set_groups(groups, own.groups, policy.hyperparameters)
+    set_groups(groups, this_run.groups, policy.hyperparameters)
 
 
 def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
-    """Read these facts; no tensor is read. `scheduler` asks for the scheduler's state, which may need `trust`."""
+    """Return the checkpoint's saved values; no tensor is read. `scheduler`: also its state, which may need `trust`."""
     values: dict[int, Mapping[str, object]] = {}
-    # a model file of stage 0 may have the optimizer in it, as records
+    # the model file of stage 0 may contain the optimizer, as records
     if checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
         for number, (group, differing) in groups.matched.items():
             if not differing:
@@ -489,11 +492,11 @@ def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Setting
 def _saved_values(
     entries: Mapping[str, object], settings: Settings, *, where: str, stage: int, scheduler: bool
 ) -> SavedValues:
-    """The facts in the entries of a model file."""
+    """Return the saved values in the entries of a model file."""
     names = ("ds_config", "lr_scheduler") if scheduler else ("ds_config",)
-    built = {name: revived(entries.get(name), trusted=settings.trust, where=name) for name in names}
+    rebuilt = {name: revived(entries.get(name), trusted=settings.trust, where=name) for name in names}
     state, config = (
-        one if isinstance(one := built.get(name), Mapping) else None for name in ("lr_scheduler", names[0])
+        one if isinstance(one := rebuilt.get(name), Mapping) else None for name in ("lr_scheduler", names[0])
     )
     numbers = {name: value for name, value in entries.items() if isinstance(value, int) and not isinstance(value, bool)}
     dp = numbers.get("dp_world_size") or 1
@@ -511,7 +514,7 @@ def _saved_values(
 
 
 def _saved_states(checkpoint: AnyCheckpoint) -> dict[str, str]:
-    """Rows of the report for what there is of an optimizer; of files that were not opened, no more than that."""
+    """Return "saved" for masters and moments in the checkpoint; "not opened" for both if its files were not read."""
     kinds = {key.kind for key in checkpoint.layout.placements} - {WEIGHT}
     if kinds:
         present = {MASTERS: MASTER in kinds, MOMENTS: bool(kinds - {MASTER})}
@@ -526,14 +529,14 @@ _SEAM_OFF: ContextVar[bool] = ContextVar("states of schedulers are taken as they
 
 
 def scheduler_seam_off() -> AbstractContextManager[None]:
-    """Inside, schedulers take the states that they are given as they are."""
+    """Inside the block, schedulers load states without the resume policy."""
     return context_value(_SEAM_OFF, True)
 
 
 def load_state_dict(call: Call) -> object:
-    """Give a scheduler a state, as the policy of its engine's last load says. Not collective; no rank differs.
+    """Load a scheduler's state under the policy of its engine's last load. Not collective; the same on every rank.
 
-    A call inside another, and each call inside `engine.load_checkpoint`, is left as it is.
+    A call inside another one, or inside `engine.load_checkpoint`, is not changed.
     """
     if _SEAM_OFF.get():
         return call()
@@ -547,7 +550,8 @@ def load_state_dict(call: Call) -> object:
         default, fresh = last.policy.is_default, engine.global_steps == last.iteration
         is_part = scheduler is not engine.lr_scheduler and _contains(engine.lr_scheduler, scheduler)
         loaded = is_part or (scheduler is engine.lr_scheduler and not last.policy.places_schedule)
-        if default or loaded or not (fresh or scheduler not in last.external):  # the last is a state of the run itself
+        # a scheduler that has loaded its state, in an engine that has trained since, goes back to a state of this run
+        if default or loaded or not (fresh or scheduler not in last.external):
             result = call()
             if rank() == 0 and default and fresh and scheduler is not engine.lr_scheduler:
                 last.note_external(scheduler, state)
@@ -569,11 +573,10 @@ _USE_ENGINE = "save by engine.save_checkpoint, and load by engine.load_checkpoin
 
 
 def load_optimizer_state(call: Call) -> object:
-    """Give an engine's optimizer a state; raise an error if that drops a policy, or if shards are of other ranks.
+    """Load the state of an engine's optimizer; raise if this would drop a policy, or if the number of ranks differs.
 
-    Not collective: ranks are given the same policy, and shards of one save. Inside `load_checkpoint` both are that
-    load's affair. DeepSpeed takes as much of a shard as fits, and says nothing (`_get_padded_tensor`,
-    stage_1_and_2.py, 0.19.8).
+    Not collective: all ranks have the same policy, and shards of one save. Inside `load_checkpoint` the load itself
+    checks both. DeepSpeed silently takes as much of a shard as fits (`_get_padded_tensor`, stage_1_and_2.py, 0.19.8).
     """
     if under_way():
         return call()
@@ -583,7 +586,7 @@ def load_optimizer_state(call: Call) -> object:
     shards = list(
         states.values() if isinstance(states, Mapping) else states if isinstance(states, list | tuple) else ()
     )
-    if not reads or getattr(optimizer, "elastic_checkpoint", False):  # which merges shards of any number
+    if not reads or getattr(optimizer, "elastic_checkpoint", False):  # it merges any number of shards
         shards = []
     live = _partition_counts(getattr(optimizer, "partition_count", None))
     for shard in shards:
@@ -595,14 +598,14 @@ def load_optimizer_state(call: Call) -> object:
 
 
 def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None) -> None:
-    """Raise ConfigError if a script gives the optimizer of an engine its state by itself, which drops a policy.
+    """Raise ConfigError if a script loads an engine's optimizer by itself although there is a resume policy.
 
-    `asked_policy` is the one for an optimizer without an engine. An engine that has trained goes back, and does not
-    resume.
+    `asked_policy` is for an optimizer without an engine. If the engine has trained, the load is no resume.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))  # an optimizer knows none
+    # an optimizer has no reference to its engine
+    engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
     engine = next((engine for engine in engines if getattr(engine, "optimizer", None) is optimizer), None)
     if engine is not None and engine.global_steps:
         return
@@ -615,13 +618,13 @@ def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None
 
 
 def _partition_counts(partitions: object) -> tuple[int, ...]:
-    """Of how many ranks the flat buffers are: a number for each at stages 1 and 2, and one for all at stage 3."""
-    found = partitions if isinstance(partitions, list | tuple) else [partitions]
-    return tuple(one for one in found if isinstance(one, int))
+    """Return how many ranks share each flat buffer: one number per buffer at stages 1 and 2, one for all at stage 3."""
+    counts = partitions if isinstance(partitions, list | tuple) else [partitions]
+    return tuple(one for one in counts if isinstance(one, int))
 
 
 class _StepGuard:
-    """Stands for a scheduler during one update: raises its TypeError again where DeepSpeed would go on."""
+    """Wraps a scheduler during one update, to raise its TypeError again when DeepSpeed calls `step` a second time."""
 
     def __init__(self, scheduler: object) -> None:
         self._scheduler = scheduler
@@ -644,11 +647,11 @@ class _StepGuard:
 
 
 def take_model_step(call: Call) -> None:
-    """Take one update; a TypeError of the scheduler's own is raised, of which DeepSpeed says nothing.
+    """Take one update, and raise a TypeError of the scheduler, which DeepSpeed would hide.
 
-    DeepSpeed steps the scheduler, and where that raises TypeError of any origin calls `step(train_batch_size)` in its
-    place (`_take_model_step`, deepspeed/runtime/engine.py, 0.14.5 to 0.19.8): a schedule whose own function fails goes
-    on at that position. There is no extension point between the optimizer's step and the scheduler's.
+    If stepping the scheduler raises any TypeError, DeepSpeed calls `step(train_batch_size)` instead
+    (`_take_model_step`, deepspeed/runtime/engine.py, 0.14.5 to 0.19.8): a schedule whose function fails would jump to
+    that position. There is no extension point between the optimizer's step and the scheduler's.
     """
     engine: DeepSpeedEngine = call["self"]
     scheduler = engine.lr_scheduler
@@ -663,13 +666,13 @@ def take_model_step(call: Call) -> None:
 
 
 Files = frozenset[tuple[str, int, int]]
-"""Files of a folder by name, size and time: one that was renamed, or is reached through `latest`, is known by them."""
+"""The files of a folder by name, size and time; they identify a folder that was renamed, or is found by `latest`."""
 
 _SAVES: weakref.WeakKeyDictionary[DeepSpeedEngine, set[Files]] = weakref.WeakKeyDictionary()
 
 
 def save_checkpoint(call: Call) -> object:
-    """Save as DeepSpeed does; rank 0 notes what was written, if a resume policy was asked for."""
+    """Save as DeepSpeed does; rank 0 notes the written files if there is a resume policy."""
 
     def note(engine: DeepSpeedEngine, tag: object) -> None:
         policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
@@ -686,23 +689,23 @@ def save_checkpoint(call: Call) -> object:
 
 
 def was_saved_by(engine: DeepSpeedEngine, load_dir: str, tag: object, *, universal: bool) -> bool:
-    """Rank 0: whether the files of a tag, or of the latest one, are those that this engine wrote.
+    """True if this engine wrote the files of a tag, or of the latest one. For rank 0.
 
-    To load such a checkpoint again (the best one, at the end) is no resume; a tag that somebody else wrote again is.
+    Loading such a checkpoint (the best one, at the end) is no resume, unless another run has overwritten it.
     """
     tag = tag if tag is not None else latest_tag(load_dir, *tag_files(universal=universal))
-    own = tag is not None and any(saved <= _files(Path(load_dir, str(tag))) for saved in _SAVES.get(engine, ()))
-    if own:
+    is_own = tag is not None and any(saved <= _files(Path(load_dir, str(tag))) for saved in _SAVES.get(engine, ()))
+    if is_own:
         logger.info("%s holds what this run has saved: it is loaded as it is, without the resume policy", load_dir)
-    return own
+    return is_own
 
 
 def _files(folder: Path) -> Files:
     if not folder.is_dir():
         return frozenset()
     with os.scandir(folder) as entries:
-        found = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
-    return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in found)
+        files = [(entry.name, entry.stat()) for entry in entries if entry.is_file()]
+    return frozenset((name, status.st_size, status.st_mtime_ns) for name, status in files)
 
 
 _OPTIMIZER_UNREAD = (
@@ -725,9 +728,9 @@ UNHOOKED = (
 
 
 def report(engine: DeepSpeedEngine) -> ResumeReport:
-    """Rows for iteration, schedule, each param group, optimizer, data, layout and batch size, as they are now."""
-    own = run_values(engine)
-    last = own.last
+    """Return the report of the last load: iteration, schedule, param groups, optimizer, data, layout and batch size."""
+    this_run = run_values(engine)
+    last = this_run.last
     assert last is not None and last.saved is not None
     saved, policy = last.saved, last.policy
     rows = tuple(Row.of(*values) for values in _rows(engine, last, saved))
@@ -748,8 +751,8 @@ def report(engine: DeepSpeedEngine) -> ResumeReport:
 def _rows(
     engine: DeepSpeedEngine, last: Resume, saved: SavedValues
 ) -> Iterator[tuple[str, object, object, object, str]]:
-    """Name, value of the checkpoint, of this run, value used, and why."""
-    policy, own = last.policy, run_values(engine)
+    """Yield the rows of the report: name, value in the checkpoint, value of this run, value used, and why."""
+    policy, this_run = last.policy, run_values(engine)
     iteration, samples, before = last.before
     yield "iteration", saved.iteration, iteration, engine.global_steps, because(policy, "iteration")
     yield "samples", saved.samples, samples, engine.global_samples, because(policy, "iteration")
@@ -759,20 +762,20 @@ def _rows(
         before = beginning_of(scheduler).position
     used = position_of(scheduler) if scheduler is not None else None
     yield "schedule position", position, before, used, because(policy, "position")
-    for number, (group, mine) in enumerate(zip(live_groups(engine), own.groups, strict=True)):
-        read = saved.groups.get(number, {})
+    for number, (group, own_group) in enumerate(zip(live_groups(engine), this_run.groups, strict=True)):
+        saved_group = saved.groups.get(number, {})
         for name in ("lr", "min_lr", "weight_decay", "betas", "eps", "momentum"):
             if name in group:
                 why = because(policy, "schedule" if name in SCHEDULED else "", name)
-                yield f"group {number}: {name}", read.get(name), mine.get(name), group[name], why
+                yield f"group {number}: {name}", saved_group.get(name), own_group.get(name), group[name], why
     clip = getattr(engine.optimizer, "clip_grad", engine.gradient_clipping())
-    yield "clip_grad", saved.clip_grad, own.clip_grad, clip, because(policy, "clip_grad")
-    for name, asked in {MASTERS: last.request.load_optimizer, MOMENTS: last.request.load_moments}.items():
+    yield "clip_grad", saved.clip_grad, this_run.clip_grad, clip, because(policy, "clip_grad")
+    for name, is_loaded in {MASTERS: last.request.load_optimizer, MOMENTS: last.request.load_moments}.items():
         why = because(policy, "optimizer")
-        why = "arguments of load_checkpoint" if not asked and why == "host" else why
-        coming = FROM_CHECKPOINT if asked and saved.has(name) else ANEW[name]
-        left = last.states[name] if last.states is not None else coming
-        yield name, (saved.states or {}).get(name), ANEW[name], left, why
+        why = "arguments of load_checkpoint" if not is_loaded and why == "host" else why
+        expected = FROM_CHECKPOINT if is_loaded and saved.has(name) else ANEW[name]
+        used_states = last.states[name] if last.states is not None else expected
+        yield name, (saved.states or {}).get(name), ANEW[name], used_states, why
     random = ("this run", "--finetune") if policy.finetune else ("the script's own", "DeepSpeed stores none")
     yield "rng", None, "this run", *random
     data = "from its start" if policy.dataloader == "reset" else "the script's own"
@@ -789,33 +792,38 @@ def _rows(
 
 
 def _unused_rate_warnings(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iterator[str]:
-    """A warning for each param group whose own rate was given up, if nobody asked for that.
+    """Yield a warning for each param group whose rate of this run is lost although no policy asked for that.
 
-    A scheduler of DeepSpeed sets rates of this run from the second update on. One of torch begins at `initial_lr`.
+    A scheduler of DeepSpeed sets this run's rates from the second update on; torch's schedulers start at `initial_lr`.
     """
     groups, scheduler = live_groups(engine), engine.lr_scheduler
     if policy.scheduler != "host":
         return
     if any(schedulers.kind_of(one) == DEEPSPEED for one in (scheduler, *external_schedulers(engine))):
-        begun = schedulers.kind_of(scheduler) == DEEPSPEED and scheduler.last_batch_iteration >= 0
+        has_stepped = schedulers.kind_of(scheduler) == DEEPSPEED and scheduler.last_batch_iteration >= 0
         for number, (group, rate) in enumerate(
-            zip(groups, map(float, scheduler.get_lr() if begun else ()), strict=False)
+            zip(groups, map(float, scheduler.get_lr() if has_stepped else ()), strict=False)
         ):
             if group.get("lr") != rate:
                 yield rate_warning(number, rate, group.get("lr"), when=" by the first update")
         return
-    for number, (group, mine) in enumerate(zip(groups, run_values(engine).groups, strict=True)):
-        name = "initial_lr" if "initial_lr" in mine else "lr"
-        if group.get(name) != mine.get(name):
-            yield rate_warning(number, mine.get(name), group.get(name))
+    for number, (group, own_group) in enumerate(zip(groups, run_values(engine).groups, strict=True)):
+        name = "initial_lr" if "initial_lr" in own_group else "lr"
+        if group.get(name) != own_group.get(name):
+            yield rate_warning(number, own_group.get(name), group.get(name))
 
 
 def _batch_count_warnings(engine: DeepSpeedEngine, last: Resume) -> list[str]:
-    """A warning if the position of the external scheduler counts the batches of another number of ranks."""
+    """Return a warning if the position of an external scheduler counts the batches of another number of ranks."""
     assert last.saved is not None
-    saved, now = last.saved, engine.seq_dp_world_size
-    updates, then = (saved.iteration or 0) - saved.skipped, saved.dp
+    saved, ranks = last.saved, engine.seq_dp_world_size
+    updates, saved_ranks = (saved.iteration or 0) - saved.skipped, saved.dp
     position = list(last.external.values())[-1] if last.external else None
-    if not updates or then in (1, now) or position != updates * then or schedulers.is_counted_elsewhere():
+    if (
+        not updates
+        or saved_ranks in (1, ranks)
+        or position != updates * saved_ranks
+        or schedulers.is_counted_elsewhere()
+    ):
         return []
-    return [_COUNTS_BATCHES.format(position=position, updates=updates, dp=then, moved=updates * now)]
+    return [_COUNTS_BATCHES.format(position=position, updates=updates, dp=saved_ranks, moved=updates * ranks)]

@@ -37,21 +37,20 @@ _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "reshard.device": ('one of "auto", "cpu", "cuda"', ("auto", "cpu", "cuda").__contains__),
     "reshard.verify": ('one of "crc32", "fingerprint", "off"', ("crc32", "fingerprint", "off").__contains__),
 }
-"""What each plain setting takes, and whether a value is that."""
+"""The expected value of each simple setting, as a text and as a check."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the user set.
+    """The user's settings.
 
-    `always` takes the direct path on an unchanged layout too; `threads` and `memory_mib` bound the
-    reading; `device` is where bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32",
-    "fingerprint" or "off"; `trust` names classes ("module.Class") that may be built when they occur in `client_state`;
-    `resume` is what the section says of the resume policy; `clock` is who steps a scheduler that accelerate prepares,
-    None where the section does not say. `tensor_parallel` has rules of how tensor-parallel ranks divide parameters.
-    `names` says what the parameters of a checkpoint are called in this run, as `convert --names` takes it, or the
-    path of a file that does. `progress` is "auto" or "off", `events` a file, `timeout_s` how long ranks
-    wait for each other; None is what is asked of all hosts.
+    `always` makes ds_reshard load unchanged layouts too; `threads` and `memory_mib` limit reading; `device` is where
+    bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32", "fingerprint" or "off"; `trust` are
+    classes ("module.Class") that may be built if they occur in `client_state`; `resume` is the section's part of the
+    resume policy; `clock` says who steps a scheduler that accelerate prepares, None if the section does not.
+    `tensor_parallel` are rules of how tensor-parallel ranks divide parameters. `names` maps parameter names of the
+    checkpoint to those of this run, as for `convert --names`, or is the path of such a map. `progress` is "auto" or
+    "off", `events` a file, `timeout_s` how long ranks wait for each other; None means the setting of all hosts.
     """
 
     enabled: bool = True
@@ -75,17 +74,17 @@ class Settings:
 
     @property
     def checksum(self) -> bool:
-        """Whether bytes that are read are checked against the checksums of their files."""
+        """True if bytes are compared with the checksums in their files when they are read."""
         return self.verify != "off"
 
     @property
     def prove(self) -> bool:
-        """Whether what lies in the engine after a load is compared with what was read."""
+        """True if the engine's tensors after a load are compared with the bytes that were read."""
         return self.verify == "fingerprint"
 
 
 def parse_settings(config: Mapping[str, object]) -> Settings:
-    """Settings of a DeepSpeed config; every unknown key and wrong type is reported at once (ConfigError)."""
+    """Return the settings of a DeepSpeed config. Raises one ConfigError for all unknown keys and wrong values."""
     section = config.get(SECTION, {})
     if not isinstance(section, Mapping):
         raise error_of([wrong_value(SECTION, "an object", section)], subject="DeepSpeed config")
@@ -95,10 +94,10 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
         faults.append(wrong_value(f"{SECTION}.reshard", "an object", reshard))
         reshard = {}
     faults += [_unknown_key(f"{SECTION}.reshard", key, _RESHARD) for key in reshard if key not in _RESHARD]
-    said = {**section, **{f"reshard.{key}": value for key, value in reshard.items()}}
+    values_by_key = {**section, **{f"reshard.{key}": value for key, value in reshard.items()}}
     for key, (expected, fits) in _VALUES.items():
-        if key in said and not fits(said[key]):
-            faults.append(wrong_value(f"{SECTION}.{key}", expected, said[key]))
+        if key in values_by_key and not fits(values_by_key[key]):
+            faults.append(wrong_value(f"{SECTION}.{key}", expected, values_by_key[key]))
     rules, trust = reshard.get("tensor_parallel", []), section.get("trust", [])
     faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
@@ -106,7 +105,7 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     progress, events, timeout_s = (section.get(key) for key in ("progress", "events", "timeout_s"))
     faults += watching_faults(f"{SECTION}.", progress, events, timeout_s)
     raise_faults(faults, subject="DeepSpeed config")
-    values = {key.removeprefix("reshard."): said[key] for key in _VALUES if key in said}
+    values = {key.removeprefix("reshard."): values_by_key[key] for key in _VALUES if key in values_by_key}
     return Settings(
         **values,
         trust=frozenset(trust),
@@ -127,7 +126,7 @@ class Config(Protocol):
 
 
 def check_batch(call: Call) -> None:
-    """DeepSpeed's check of the batch sizes; where it fails, a ConfigError with the numbers of ranks that are right.
+    """Run DeepSpeed's check of the batch sizes; if it fails, raise a ConfigError with the numbers of ranks that fit.
 
     `train_batch_size` is micro batch x accumulation x data-parallel ranks (`_batch_assertion`, runtime/config.py).
     """
@@ -136,20 +135,20 @@ def check_batch(call: Call) -> None:
     except AssertionError:
         config: Config = call["self"]
         names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        said = {name: config._param_dict.get(name) for name in names}
-        batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in said.values())
+        sizes = {name: config._param_dict.get(name) for name in names}
+        batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in sizes.values())
         if batch is None:
             raise
         mend = _batch_mend(batch, micro, steps, config.world_size)
-        given = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
+        found = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
         what = f"the global batch cannot be divided among {config.world_size} data-parallel ranks"
         expected = "train_batch_size = micro batch x accumulation x data-parallel ranks"
-        fault = ConfigError.fault("DeepSpeed config", what, expected, given, mend=mend)
+        fault = ConfigError.fault("DeepSpeed config", what, expected, found, mend=mend)
         raise_faults([fault], subject="DeepSpeed config")
 
 
 def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) -> str:
-    """What makes a batch divisible: each number of ranks that is named passes with the rest as it is."""
+    """Return the advice that makes a batch divisible; each number of ranks in it fits the other settings."""
     share = (micro or 1) * (steps or 1)
     fixed = micro is not None and steps is not None
     sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]

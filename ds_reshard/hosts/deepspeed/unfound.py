@@ -1,4 +1,4 @@
-"""Whether a checkpoint has what a run trains, under which names, and what renames it."""
+"""Check that a checkpoint has the parameters that a run trains, and rename them if the user gave a map of names."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.wrapper_names import patterns
 
 logger = logging.getLogger("ds_reshard")
-_BASE_ALONE = """; where all that is trained is new, load the base before deepspeed.initialize, and not here:
+_BASE_ALONE = """; if all trained parameters are new, load the base model before deepspeed.initialize, and not here:
 ds-reshard convert {folder} OUT --to safetensors
 model.load_state_dict(safetensors.torch.load_file("OUT/model.safetensors"), strict=False)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """The model of the run: full shapes of trainable, frozen and all state-dict entries."""
+    """The model of the run: full shapes of trainable parameters, frozen parameters and buffers, and all entries."""
 
     trainable: dict[str, Shape]
     frozen: dict[str, Shape]
@@ -35,7 +35,7 @@ class LiveModel:
 
 
 def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
-    """Full shapes of everything the checkpoint names, placeholders of stage 3 resolved."""
+    """Return the full shapes of all names in the checkpoint; the empty placeholders of stage 3 are resolved."""
     saved = checkpoint.model
     shapes = {**saved.frozen_shapes, **saved.trainable}
     for name, tensor in saved.module.items():
@@ -48,9 +48,10 @@ def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
 
 
 def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid, *, strict: bool) -> None:
-    """Raise ModelMismatch where the checkpoint has none of the parameters that this run trains.
+    """Raise ModelMismatch if the checkpoint has none of the parameters that this run trains, by their names.
 
-    Also where it is `strict` and has them all under names that wrappers explain. Some are a warning of rank 0.
+    With `strict`, also raise if it lacks some, and wrappers (such as LoRA) explain the difference in names. Without it,
+    rank 0 warns of missing ones.
     """
     shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.is_responsible_for(name)}
     saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
@@ -58,35 +59,35 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
         return
     names = patterns(saved, run)
     trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
-    none = bool(trained) and not any(name in shapes for name in trained)
-    asked, kind = trained, "trains"
-    if names is not None and shapes.keys() >= set(trained):  # wrappers have renamed what is frozen alone
-        asked, kind = [name for name in run if name not in trained], "does not train"
-    lacking = [name for name in asked if name not in saved]
-    if not lacking:
+    has_none = bool(trained) and not any(name in shapes for name in trained)
+    expected, verb = trained, "trains"
+    if names is not None and shapes.keys() >= set(trained):  # wrappers have renamed only frozen parameters
+        expected, verb = [name for name in run if name not in trained], "does not train"
+    missing = [name for name in expected if name not in saved]
+    if not missing:
         return
-    left = sorted(name for name in shapes if name not in model.keys)
+    unused = sorted(name for name in shapes if name not in model.keys)
     mend = "build the model that was saved, or map its names"
     if names is not None:
         mend = f'add "names": {json.dumps(names)} to the "ds_reshard" section of the DeepSpeed JSON'
-    elif none and not strict and model.frozen and shapes.keys() >= model.frozen.keys():
+    elif has_none and not strict and model.frozen and shapes.keys() >= model.frozen.keys():
         mend += _BASE_ALONE.format(folder=checkpoint.listing.folder)
-    what = f"has {len(asked) - len(lacking)} of the {len(asked)} parameters that this run {kind}, by their names"
-    shown = f"{', '.join(lacking[:4])}{', ...' if len(lacking) > 4 else ''}"
-    there = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}" or "no other names"
-    if none or (strict and names is not None):
-        raise ModelMismatch.of(checkpoint.listing.folder, what, shown, there, mend=mend)
+    what = f"has {len(expected) - len(missing)} of the {len(expected)} parameters that this run {verb}, by their names"
+    shown = f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}"
+    unused_text = f"{', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}" or "no other names"
+    if has_none or (strict and names is not None):
+        raise ModelMismatch.of(checkpoint.listing.folder, what, shown, unused_text, mend=mend)
     if not rank() and not strict:
-        said = f"{what}; as they are stay {shown} (in the checkpoint alone: {there})"
-        logger.warning("%s %s; %s", checkpoint.listing.folder, said, mend)
+        text = f"{what}; these keep their values: {shown} (only in the checkpoint: {unused_text})"
+        logger.warning("%s %s; %s", checkpoint.listing.folder, text, mend)
 
 
 @dataclass(frozen=True, slots=True)
 class Renaming:
-    """What a map of names makes of a model file of DeepSpeed's own; `run` are the names of this run's parameters.
+    """Renames the tensors of DeepSpeed's model files by a map; `run_names` are the names of this run's parameters.
 
-    A folder that has the run's names already, as what this run saves has, stays as it is. `plain` says that names
-    stand in model files alone.
+    A folder that already has the run's names, as this run saves them, is not renamed. `model_files_only` is true if no
+    other files contain names.
     """
 
     names: NameMap
@@ -96,33 +97,33 @@ class Renaming:
     def __call__(self, model: object) -> object:
         if not isinstance(model, ModelStates):
             return model
-        held = dict.fromkeys((*model.module, *model.objects, *model.trainable, *model.frozen_shapes))
-        new = self._changed_names(model, list(held))
-        if not new:
+        saved_names = dict.fromkeys((*model.module, *model.objects, *model.trainable, *model.frozen_shapes))
+        new_names = self._changed_names(model, list(saved_names))
+        if not new_names:
             return model
         if not self.model_files_only:
             what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
             mend = "ds-reshard convert with --names, and load what it writes"
             raise ConfigError.of(model.path, what, mend=mend)  # an unsupported universal folder is left to DeepSpeed
-        return model.under(new)
+        return model.under(new_names)
 
-    def _changed_names(self, model: ModelStates, held: list[str]) -> Mapping[str, str]:
-        """The names to change: none if the run has all parameters of the folder by the names that are there.
+    def _changed_names(self, model: ModelStates, saved_names: list[str]) -> Mapping[str, str]:
+        """Return the names to change; none if the run already has all parameters of the folder by their saved names.
 
-        ConfigError if the map gives such a folder other names of this run, as one that exchanges or shifts them.
+        Raises ConfigError if the map then changes names into other names of this run (it exchanges or shifts them).
         """
-        new = self.names.renaming(held, model.shared)
+        new_names = self.names.renaming(saved_names, model.shared)
         parameters = {*model.trainable, *model.frozen_shapes} or model.module.keys() - model.buffer_names
         if not self.run_names.issuperset(parameters):
-            return new
-        if not self.run_names.isdisjoint(new.values()) or any(name in self.names.names for name in new):
-            what = "exchanges or shifts names of this run: whether the folder has them already, no file says"
+            return new_names
+        if not self.run_names.isdisjoint(new_names.values()) or any(name in self.names.names for name in new_names):
+            what = "exchanges or shifts names of this run: no file tells whether the folder was renamed already"
             raise ConfigError.of(self.names.path, what, mend="convert the folder with --names, and leave it out here")
         return {}
 
 
 def with_names(listing: Listing, run: frozenset[str], names: str | Mapping[str, object] | None) -> Listing:
-    """The listing, whose model files are read under the names of a run where a map was given."""
+    """Return the listing, whose model files are renamed when they are read if the user gave a map of names."""
     if names is None:
         return listing
     plain = not (listing.universal or listing.layers or listing.experts or listing.places or len(listing.columns) > 1)
