@@ -28,13 +28,13 @@ from benchmarks.report import spread
 from benchmarks.scale import LLAMA, python
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import Row, Shape, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
+from ds_reshard.formats.zero.checkpoint import Shape, TpRank, ZeroCheckpoint
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole_placement
 from ds_reshard.formats.zero.modules import layer_of
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.tensor_parallel import Division, redivided
+from ds_reshard.formats.zero.tensor_parallel import TensorSplit, resplit
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, Placement
@@ -80,12 +80,12 @@ def write(folder: Path, shapes: Mapping[str, Shape], sizes: Sizes) -> None:
 
 
 def placements(
-    local: Mapping[str, Shape], divided: Mapping[str, Division], dp: int, tp_rank: int
+    local: Mapping[str, Shape], divided: Mapping[str, TensorSplit], dp: int, tp_rank: int
 ) -> Iterator[Placement]:
     """What a rank of a ZeRO-1 run wants: masters and moments of its part of its tensors, and its weights."""
     wanted = [*FlatBuffer(shapes=local, rule=Rule.FLAT, ranks=dp, kinds=KINDS).placements(RUN)]
     for name, shape in local.items():
-        wanted.append(whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}"))
+        wanted.append(whole_placement(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}"))
     for one in wanted:
         division = divided.get(one.key.name)
         if division is None:
@@ -94,14 +94,14 @@ def placements(
         every = one._replace(shape=division.shape, box=Box.whole(division.shape))
         tiles = tuple(
             every._replace(box=box, cut=one.cut._replace(phase=one.cut.phase + at))
-            for box, at in division.ranks[tp_rank]
+            for box, at in division.parts_by_rank[tp_rank]
         )
         yield tiles[0] if len(tiles) == 1 else every._replace(tiles=tiles)
 
 
 def local_shapes(
     checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int
-) -> tuple[dict[str, Shape], dict[str, Division]]:
+) -> tuple[dict[str, Shape], dict[str, TensorSplit]]:
     """The tensors that a rank of a stage has, and how they are divided where that is another way than was saved.
 
     Layers are dealt out to the stages in equal numbers, but for the last.
@@ -110,9 +110,9 @@ def local_shapes(
     if to.pp:
         count = 1 + max(layer_of(name) or 0 for name in names)
         names = [name for name in names if min(to.pp - 1, (layer_of(name) or 0) // -(-count // to.pp)) == stage]
-    if not checkpoint.rows:
+    if not checkpoint.tp_models:
         return {name: checkpoint.model.trainable[name] for name in names}, {}
-    divided = {name: redivided(one, one.shape, to.tp) for name, one in checkpoint.divided.items() if name in {*names}}
+    divided = {name: resplit(one, one.shape, to.tp) for name, one in checkpoint.splits.items() if name in {*names}}
     return {name: divided[name].shards[tp_rank] for name in names}, divided
 
 
@@ -168,7 +168,7 @@ def planned(checkpoint: ZeroCheckpoint, to: Sizes, tp_rank: int, stage: int, ran
 
 def measured(folder: str, to: Sizes, tp_rank: int, stage: int, rank: int) -> dict[str, Any]:
     """What this process takes to look at the folder, as rank 0 does, and to open it and plan, as each rank does."""
-    row = Row(to.tp, tp_rank, {} if to.pp else None)
+    row = TpRank(to.tp, tp_rank, {} if to.pp else None)
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
         found = find_listing(folder, None).listing
@@ -176,7 +176,7 @@ def measured(folder: str, to: Sizes, tp_rank: int, stage: int, rank: int) -> dic
     look = {**timed(started), **vars(calls), "listed": len(found.nbytes)}
     before, started = resident()["anonymous"], (time.perf_counter(), time.process_time())
     with counted() as calls, gc_disabled():
-        checkpoint = open_checkpoint(found, optimizer=True, row=row)
+        checkpoint = open_checkpoint(found, optimizer=True, tp=row)
     heads = {**timed(started), **vars(calls)}
     started = time.perf_counter(), time.process_time()
     with counted() as calls:
@@ -192,7 +192,7 @@ def ratios(folder: str, to: Sizes) -> list[float]:
     """Bytes that each rank of the last tensor-parallel rank of each stage reads, over those that it owns."""
     found = find_listing(folder, None).listing
     assert isinstance(found, Listing)
-    checkpoint = open_checkpoint(found, optimizer=True, row=Row(to.tp, to.tp - 1, {} if to.pp else None))
+    checkpoint = open_checkpoint(found, optimizer=True, tp=TpRank(to.tp, to.tp - 1, {} if to.pp else None))
     ranks = [planned(checkpoint, to, to.tp - 1, stage, rank) for stage in range(to.pp or 1) for rank in range(to.dp)]
     return [rank.read() / rank.owned_nbytes for rank in ranks]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.memory import resident
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.checkpoint import ALONE, MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
+from ds_reshard.formats.zero.checkpoint import MODEL, SINGLE_TP_RANK, ZeroCheckpoint
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole_placement
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.hosts.deepspeed.find_checkpoint import read_heads
@@ -45,12 +45,12 @@ def placements(checkpoint: ZeroCheckpoint, dp: int) -> Iterator[Placement]:
     buffer = flat_buffer(checkpoint, dp)
     yield from buffer.placements(RUN)
     for name, shape in buffer.shapes.items() if checkpoint.stage < 3 else ():
-        yield whole(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
+        yield whole_placement(name, "weight", shape, ElementType.BFLOAT16, family=RUN, buffer=f"module/{name}")
 
 
 @gc_disabled()  # as `prepare` of the host is
 def rank_plan(listing: Listing, dp: int, rank: int) -> tuple[Plan, Index, ZeroShards]:
-    checkpoint, _ = read_heads(listing, optimizer=True, row=ALONE)
+    checkpoint, _ = read_heads(listing, optimizer=True, row=SINGLE_TP_RANK)
     shards = ZeroShards(checkpoint=checkpoint)
     index = Index(checkpoint.layout, shards)
     wanted = by_key(placements(checkpoint, dp))
@@ -117,7 +117,7 @@ def main() -> None:
         "largest_byte_offset": max(copy.byte_offset for copy in plan.copies),
         "largest_element_offset": max(copy.element_offset for copy in plan.copies),
     }
-    said_nbytes = len(pickle.dumps((shards.signatures, shards.prints)))
+    said_nbytes = len(pickle.dumps((shards.signatures, shards.checksums)))
     print(
         json.dumps(
             {

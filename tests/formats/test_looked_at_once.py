@@ -14,7 +14,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.door import OpenedZero
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.reader import in_order
+from ds_reshard.formats.zero.reader import merge_orders
 from ds_reshard.hosts.deepspeed.move import adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.model.content import Content, TensorSource
@@ -88,7 +88,7 @@ def test_the_files_of_experts_ask_for_the_whole_tensors_once(monkeypatch: pytest
     }
     saving = target.Saving(content=Content(folder="folder", ranks=1, tensors=tensors, facts=None))
     writer = target.ModelTarget(saving=saving, stage=2, dp=1, order=[])
-    assert len([writer.part(entries) for entries in writer.apart().values()]) == _MANY
+    assert len([writer.separate_tree(entries) for entries in writer.separate_files().values()]) == _MANY
     assert len(made) == 2 * _MANY  # each in the module, and in its file
 
 
@@ -141,6 +141,6 @@ def test_the_orders_of_ranks_are_merged_by_hash() -> None:
     first = [Name(f"a{number}") for number in range(_MANY)]
     second = [Name("b0")] + [Name(f"{kind}{number}") for number in range(0, _MANY, 2) for kind in ("a", "c")]
     Name.compared = 0
-    order = in_order([first, second])
+    order = merge_orders([first, second])
     assert Name.compared < 8 * _MANY
     assert order[:6] == ["b0", "a0", "c0", "a1", "a2", "c2"] and len(order) == _MANY + 1 + _MANY // 2

@@ -234,4 +234,4 @@ def test_a_count_of_steps_that_cannot_be_is_damage(
     capsys: pytest.CaptureFixture[str], save: Any, config: Any, steps: object
 ) -> None:
     status, _, err = _run(capsys, save(global_steps=steps), "--config", config())
-    assert status == 2 and "count of steps" in err
+    assert status == 2 and "step count" in err

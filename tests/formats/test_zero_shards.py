@@ -12,7 +12,7 @@ from zero_builder import TAG, Built, write
 
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.reader import open_checkpoint
-from ds_reshard.formats.zero.shards import ZeroShards, compare_prints
+from ds_reshard.formats.zero.shards import ZeroShards, compare_checksums
 from ds_reshard.model.index import Index
 from ds_reshard.operations import verify
 
@@ -50,7 +50,7 @@ def test_a_copied_shard_is_told_however_often_one_is_opened(tmp_path: Path) -> N
     shards = ZeroShards(checkpoint=checkpoint)
     for shard in (0, 1, 1):
         Index(checkpoint.layout, shards).open("optim", shard)
-    assert [SECOND in fault.line() for fault in compare_prints(shards.prints, "folder")] == [True]
+    assert [SECOND in fault.line() for fault in compare_checksums(shards.checksums, "folder")] == [True]
 
 
 CASES: dict[str, tuple[Callable[[Path], None], str]] = {

@@ -99,7 +99,7 @@ STRUCTURAL = {
         Run(2, 2),
         touch("layer_0_expert_1_mp_rank_00_model_states.pt"),
         "CheckpointDamaged",
-        "files of experts that the saving run had not",
+        "files of experts that were not in the run",
     ),
     "files of two stages": (
         Run(2, 2),

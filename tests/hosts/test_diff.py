@@ -37,7 +37,7 @@ def test_a_conversion_is_equal_to_its_source(saves: Saves, tmp_path: Path, run: 
         assert (found.differing, found.values, found.faults) == ((), (), ()), (to, dp)
         compared = {(tensor.name, tensor.kind) for tensor in found.tensors}
         assert compared >= {key for key in gathered(held) if key[1] != "weight"}
-        unstored = [note for note in found.notes if "by their fp32 masters alone" in note]
+        unstored = [note for note in found.notes if "only their fp32 masters" in note]
         assert len(unstored) == (run.stage == 3) + (to == "zero3")
         assert verify(str(out), deep=True).clean
 

@@ -427,7 +427,7 @@ def test_copies_of_momentum_that_differ_are_refused(worlds: Any, folders: Folder
     torch.save(content, path)
     told = worlds[3].run("grid_jobs.refused", grid=muon(3), folder=str(folder))
     assert {(name, same) for name, _, same in told} == {("CheckpointDamaged", True)}
-    said = "tensor blocks.1.w[momentum_buffer]: is kept whole by each rank that has a part of the parameter, and copy 2"
+    said = "tensor blocks.1.w[momentum_buffer]: is kept whole by each rank with a part of the parameter, and copy 2"
     assert said in told[0][1] and "1 of 35 elements differ" in told[0][1]
     assert any(said in fault.line() for fault in verify(str(folder), deep=True).faults)
     with pytest.raises(CheckpointDamaged, match="is kept whole by each rank"):

@@ -333,7 +333,7 @@ def test_momentum_of_muon_that_is_as_long_as_a_partition_is_not_one(folders: Fol
         state = said["base_optimizer_state"]["state"][0]
         state["momentum_buffer"] = state["momentum_buffer"][: len(said["single_partition_of_fp32_groups"][0])].clone()
         torch.save(content, path)
-    with pytest.raises(CheckpointDamaged, match="is not of the whole of each parameter that it has a part of"):
+    with pytest.raises(CheckpointDamaged, match="does not hold every parameter of the partition whole"):
         convert(str(folder), str(tmp_path / "out"), to="zero1", dp=1)
 
 

@@ -186,19 +186,19 @@ WRONG = {
     "a third copy in one stage, of the second row": (
         ONE_STAGE,
         tied_again(TIED.format(8, 1), "position"),
-        "tied_modules.embed.position[weight]: is not the same in each file",
+        "tied_modules.embed.position[weight]: differs between the files",
     ),
     "a third part in one stage, of the second row": (
         ONE_STAGE,
         tied_again(TIED.format(8, 1), "weight"),
-        "tied_modules.embed.weight[weight]: is not the same in each file",
+        "tied_modules.embed.weight[weight]: differs between the files",
     ),
     "a layer's file of another step": (pipe(2), weight(LAYER, "w"), "2.w[weight]: 1 of 35 elements are not the cast"),
     "a tied moment": (pipe(2), state(OPTIM, 0, "exp_avg", 20), "tied_modules.embed.weight[exp_avg]: copy 2"),
     "a tied master": (
         pipe(2),
         state(OPTIM, 0, "fp32", 20),
-        "tied_modules.embed.weight[fp32]: copy 2, of another stage",
+        "tied_modules.embed.weight[fp32]: has a copy on another stage (copy 2)",
     ),
     "a position that a later stage trained": (pipe(2), state(OPTIM, 1, "exp_avg", 1), "tied_modules.embed.position"),
     "a copy of a bias, in a later stage": (

@@ -125,31 +125,31 @@ REFUSED = {
         AUTOEP,
         changed(HEAD, lambda content: content.update(param_shapes=None)),
         "UnsupportedLayout",
-        "has experts of AutoEP beside tensor or pipeline parallelism, at ZeRO stage 0",
+        "has AutoEP experts together with tensor or pipeline parallelism, at ZeRO stage 0",
     ),
     "an expert on two ranks, and each on one": (
         AUTOEP,
         changed(HEAD, placed([[0, 1, 2], [1, 2, 3]])),
         "CheckpointDamaged",
-        "has model.layers.0.mlp.experts.w1 of another shape than its experts (expected [3, 3, 4], found [2, 3, 4]",
+        "has model.layers.0.mlp.experts.w1 in another shape than its experts (expected [3, 3, 4], found [2, 3, 4]",
     ),
     "an expert is placed twice": (
         AUTOEP,
         changed(HEAD, placed([[0, 1], [1, 2]])),
         "CheckpointDamaged",
-        "says of some experts no rank (expected each of 4, found 0: [0, 1]; 1: [1, 2]",
+        "has an expert placement without some experts (expected each of 4, found 0: [0, 1]; 1: [1, 2]",
     ),
     "an expert twice on one rank": (
         AUTOEP,
         changed(HEAD, placed([[0, 1], [2, 3, 3]])),
         "CheckpointDamaged",
-        "deals out experts that it has not, or twice to one rank",
+        "places experts that do not exist, or twice on one rank",
     ),
     "a placement of another version": (
         AUTOEP,
         changed(HEAD, lambda content: [one["expert_placement"].update(version=2) for one in content[LAYERS]]),
         "UnsupportedLayout",
-        "places its experts as another DeepSpeed describes it (expected version 1, found 2",
+        "has an expert placement of an unknown version (expected version 1, found 2",
     ),
     "an expert of AutoEP is missing": (
         AUTOEP,
@@ -167,7 +167,7 @@ REFUSED = {
         AUTOEP3,
         changed("zero_pp_rank_1_mp_rank_00_optim_states.pt", of_ranks([0])),
         "CheckpointDamaged",
-        "shares the experts of flat buffer 1 among other ranks than its place in their groups says",
+        "the experts of flat buffer 1 are shared by other ranks than their expert-parallel group",
     ),
     "a column is missing": (PIPE, remove(MODEL), "CheckpointDamaged", "model_states files of mp_rank_01"),
     "a shard of a column is missing": (PIPE, remove(OPTIM), "CheckpointDamaged", "optim_states files of mp_rank_01"),
@@ -196,7 +196,12 @@ REFUSED = {
         "CheckpointDamaged",
         "global_steps differs",
     ),
-    "ranks are numbered otherwise": (PIPE, changed(MODEL, of_first_stage), "UnsupportedLayout", "numbered otherwise"),
+    "ranks are numbered otherwise": (
+        PIPE,
+        changed(MODEL, of_first_stage),
+        "UnsupportedLayout",
+        "numbers its ranks differently",
+    ),
     "a tied copy of another shape": (PIPE, changed(MODEL, reshape), "CheckpointDamaged", "of another shape"),
     "a tied master with another value": (
         PIPE,
@@ -248,7 +253,7 @@ REFUSED = {
         SHARDED,
         swapped("mp_rank_01", "mp_rank_02"),
         "UnsupportedLayout",
-        "numbered otherwise",
+        "numbers its ranks differently",
     ),
     "what is not tied was trained twice at stage 0": (
         PLAIN,
@@ -290,7 +295,7 @@ REFUSED = {
         PLAIN_MOE,
         remove("expp_rank_0_mp_rank_00_optim_states.pt"),
         "CheckpointDamaged",
-        "optimizers of expert-parallel ranks are missing",
+        "optimizer files of expert-parallel ranks are missing",
     ),
     "the optimizer of the last expert-parallel rank at stage 0 is missing": (
         PLAIN_MOE,
@@ -317,7 +322,7 @@ REFUSED = {
             folder / "layer_0_expert_3_mp_rank_00_model_states.pt",
         ),
         "CheckpointDamaged",
-        "is not a file of this expert",
+        "does not hold this expert",
     ),
 }
 TARGETS = {

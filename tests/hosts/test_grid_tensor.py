@@ -20,7 +20,7 @@ from grid_truth import tensors
 from harms import changed
 
 from ds_reshard.execution.fingerprint import fingerprint_of
-from ds_reshard.formats.zero.checkpoint import Row
+from ds_reshard.formats.zero.checkpoint import TpRank
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.model.rules import parse_rules, use_rules
@@ -265,8 +265,8 @@ def test_as_many_ranks_that_cut_alike_read_their_own_files(folders: Folders, tmp
     convert(str(folder), str(tmp_path / "out"), to="zero1", tp=2, dp=2)
     maps = torch.load(folder / "t" / HEAD, weights_only=False)["universal_checkpoint_info"]["affine_map"]["params"]
     for one in (folder, tmp_path / "out"):
-        opened = open_checkpoint(list_folder(str(one / "t")), optimizer=True, row=Row(2, 1, maps=maps))
-        assert not opened.rows and len(opened.columns) == 1
+        opened = open_checkpoint(list_folder(str(one / "t")), optimizer=True, tp=TpRank(2, 1, affine_maps=maps))
+        assert not opened.tp_models and len(opened.columns) == 1
 
 
 MODEL, OPTIM = "mp_rank_01_model_states.pt", "zero_pp_rank_0_mp_rank_01_optim_states.pt"
@@ -319,8 +319,8 @@ def owners(rank: int) -> list[dict[str, Any]]:
 
 
 HEAD = "mp_rank_00_model_states.pt"
-OVERLAP = "parameter layers.{}.col.weight: is said to have parts that do not make the whole"
-HOLE = "is said to have parts that do not make the whole (expected [10, 6], found boxes of 30 elements for 60)"
+OVERLAP = "parameter layers.{}.col.weight: has parts that do not make up the whole"
+HOLE = "has parts that do not make up the whole (expected [10, 6], found boxes of 30 elements for 60)"
 TWICE = [*RULES, {"parameters": "q.*", "parts": 2}]
 NOT_FIT = [{**rule, **({"parts": [8, 8, 4]} if rule["parameters"] == "qkv" else {})} for rule in RULES]
 AS_COLUMN, DIVIDED = (
@@ -334,9 +334,9 @@ REFUSED = {
         ATTRIBUTES,
         mpu(1, layers="attributes"),
         nothing,
-        "qkv: its partition_dim is 0, which does not tell whether parts of it are cut one by one",
+        "qkv: its partition_dim is 0, which does not say whether it is cut as one piece or as several",
     ),
-    "two rules": (UNSAID, by_rules(mpu(1), TWICE), nothing, "two rules name it"),
+    "two rules": (UNSAID, by_rules(mpu(1), TWICE), nothing, "two rules match it"),
     "a rule that does not fit": (UNSAID, by_rules(mpu(1), NOT_FIT), nothing, "are not of these parts"),
     "copies of a weight differ": (
         CUT,
@@ -357,7 +357,7 @@ REFUSED = {
         PLAIN,
         mpu(1),
         changed(MODEL, lambda content: content["optimizer"]["param_groups"][0].update(weight_decay=9.0)),
-        "keeps other states, steps or param groups than the first tensor-parallel rank",
+        "has other optimizer states, steps or param groups than the first tensor-parallel rank",
     ),
     "a rank's file is missing": (TP, autotp(1), lambda f: (f / OPTIM).unlink(), "optim_states files of mp_rank_01"),
     "an affine map that scales": (TP, autotp(1), changed(HEAD, scaled), "affine map scales it"),

@@ -109,17 +109,17 @@ def test_the_mark_of_a_universal_checkpoint_does_not_say_how_it_is_cut(folders: 
 
 def test_what_no_pattern_names_is_said_when_it_is_cut(folders: Folders, tmp_path: Path) -> None:
     done = convert(str(folders(cut(1, layers="forgotten"))), str(tmp_path / "out"), to="zero1", tp=2, dp=1)
-    assert any("no pattern of the checkpoint names gate_up, qkv, row" in note for note in done.notes)
+    assert any("no pattern of the checkpoint matches gate_up, qkv, row" in note for note in done.notes)
 
 
 REFUSED = {
-    "parts that are not even": (autotp(2, 2), 3, (), "no 3 equal shares (expected multiples of 3, found [8, 4, 4])"),
+    "parts that are not even": (autotp(2, 2), 3, (), "do not divide by 3 (expected multiples of 3, found [8, 4, 4])"),
     "nothing says how": (Grid("plain"), 2, (), "embed.weight: nothing says how it is cut"),
     "a rule of another whole": (
         cut(1, layers="unsaid"),
         2,
         [{**rule, "vocabulary": 5} if "vocabulary" in rule else rule for rule in RULES],
-        "embed: its whole is not what is said to be cut",
+        "embed: the parameter that was cut has another shape",
     ),
     "experts": (Grid("moe", ep=2, dp=2), 2, [{"parameters": ".*"}], "has files of experts"),
     "a layer of which nothing says how": (Grid("pipeline", pp=2), 2, (), "1.w: nothing says how it is cut"),
@@ -179,8 +179,8 @@ def test_what_is_written_for_several_expert_parallel_ranks_is_loaded_by_deepspee
 
 
 NOT_EXPERTS = {
-    "experts that do not divide": (moe(2, 2), {"ep": 3, "dp": 3}, None, "cannot be dealt out to so many ranks evenly"),
-    "ranks that do not divide": (moe(2, 2), {"ep": 4}, None, "--ep 4: 2 data-parallel ranks are no multiple"),
+    "experts that do not divide": (moe(2, 2), {"ep": 3, "dp": 3}, None, "cannot be shared evenly by so many ranks"),
+    "ranks that do not divide": (moe(2, 2), {"ep": 4}, None, "--ep 4: 2 data-parallel ranks are not a multiple"),
     "no experts": (cut(1), {"ep": 2, "dp": 2}, None, "--ep 2: no parameter is an expert"),
     "another size than is shown": (moe(1, 2), {"ep": 1}, moe(2, 2), "--ep 1: --like shows 2"),
 }
@@ -296,18 +296,13 @@ def test_a_plain_module_becomes_stages(worlds: Any, folders: Folders, tmp_path: 
 
 NOT_STAGES = {
     "other tensor-parallel ranks than are shown": (pipe(2), {"tp": 4}, divided(2, tp=2), "--tp 4: --like shows 2"),
-    "ranks of another model": (
-        autotp(2, 2),
-        {},
-        autotp(3, 1, 2, layers="few"),
-        "few.weight: is another parameter there",
-    ),
+    "ranks of another model": (autotp(2, 2), {}, autotp(3, 1, 2, layers="few"), "few.weight: differs from the source"),
     "no folder shows them": (pipe(2), {"pp": 4}, None, "--pp 4: no file says which layers"),
     "the folder shows others": (pipe(2), {"pp": 4}, pipe(2), "--pp 4: no file says which layers"),
-    "the folder shows none": (pipe(2), {}, cut(1), "shows no stages"),
-    "a plain module": (Grid("plain"), {}, pipe(2), "embed.weight: is another parameter there"),
+    "the folder shows none": (pipe(2), {}, cut(1), "has no stages"),
+    "a plain module": (Grid("plain"), {}, pipe(2), "embed.weight: differs from the source"),
     "a stage that there is not": (pipe(2), {"to": "zero2"}, pipe(4), "cannot be the files of a PipelineModule"),
-    "another model": (pipe(2), {}, pipe(2, layers="no ties"), "3.w: is another parameter there"),
+    "another model": (pipe(2), {}, pipe(2, layers="no ties"), "3.w: differs from the source"),
 }
 
 

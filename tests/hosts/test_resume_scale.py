@@ -123,7 +123,7 @@ def test_what_tells_no_scale_is_converted_into_none(worlds: Any, tmp_path: Path,
     worlds[2].run("scale_jobs.save", saved=(2, "fp16"), folder=first, ranks=2)
     convert(first, other, to=through, dp=1 if through == "dcp" else None)
     notes = convert(other, last, to=f"zero{stage}", dp=2).notes
-    assert any("goes on unscaled" in note for note in notes) is (stage == 3)
+    assert any("continues unscaled" in note for note in notes) is (stage == 3)
     for own, now in worlds[2].run("scale_jobs.load_alone", loaded=(stage, "fp16"), folder=last, ranks=2):
         assert now == (own if stage < 3 else (1.0, "LossScaler", False))
     for told in worlds[2].run("scale_jobs.load_hooked", loaded=(stage, "fp16"), folder=last, ranks=2):

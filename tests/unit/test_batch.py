@@ -8,7 +8,7 @@ import pytest
 
 import ds_reshard
 from ds_reshard.errors import ConfigError
-from ds_reshard.formats.zero.flat import in_turn
+from ds_reshard.formats.zero.flat import round_robin_order
 from ds_reshard.hosts.deepspeed.coming import parse_config
 
 MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
@@ -74,8 +74,8 @@ def test_parameters_are_dealt_out_among_any_number_of_ranks_at_once() -> None:
             turns.append(key)
             return super().__getitem__(key)
 
-    assert in_turn(Watched("abc"), 10**6) == ["a", "b", "c"] and len(turns) <= 3
-    assert in_turn(list("abcde"), 2) == ["a", "c", "e", "b", "d"]  # type: ignore[arg-type,comparison-overlap]
+    assert round_robin_order(Watched("abc"), 10**6) == ["a", "b", "c"] and len(turns) <= 3
+    assert round_robin_order(list("abcde"), 2) == ["a", "c", "e", "b", "d"]  # type: ignore[arg-type,comparison-overlap]
 
 
 def test_deepspeed_itself_says_it_with_the_hooks_on() -> None:

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from ds_reshard.formats.zero.flat import (
     FlatBuffer,
-    Placed,
     Rule,
-    arranged,
+    Shard,
+    arrange_buffers,
     by_key,
-    in_turn,
-    merged,
+    merge_shards,
+    round_robin_order,
     slice_numel,
-    sliced,
-    turned_back,
-    whole,
+    sliced_weight,
+    undo_round_robin,
+    whole_placement,
 )
 from ds_reshard.model.layout import Cut, Holder, Layout, Placement, TensorKey, Tiles, check_cover, chunked_placement
 from ds_reshard.model.records import ElementType
@@ -133,7 +133,7 @@ def test_what_is_kept_whole_is_on_each_rank_that_has_a_part(shapes, dp, data):
     buffer = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=dp, number=7, gaps=gaps)
     size, found = buffer.partition_numel, {name: dict(places) for name, places in buffer.momentum_offsets()}
     placements = list(buffer.momentum_placements("f", {"m": BF16}))
-    replicas = Layout(by_key(merged(map(Placed, placements))), {"f": dp}).replicas()
+    replicas = Layout(by_key(merge_shards(map(Shard, placements))), {"f": dp}).replicas()
     firsts = {one.key for one in placements}
     assert sum(len(of_rank.placements) for of_rank in replicas.values()) == len(placements) - len(firsts)
     for rank in range(dp):
@@ -202,11 +202,11 @@ def test_param_groups_become_flat_buffers_as_deepspeed_makes_them(groups, dp, mo
             if numel >= most or name == [*shapes][-1]:
                 expected.append((number, part))
                 part, numel = [], 0
-    made = arranged(groups, Rule.EACH, [dp] * len(groups), sub_group_numel=most)
+    made = arrange_buffers(groups, Rule.EACH, [dp] * len(groups), sub_group_numel=most)
     assert [(one.group, [*one.shapes]) for one in made] == expected
-    for one in arranged(groups, Rule.FLAT, [dp] * len(groups), round_robin=True, alignment=alignment):
+    for one in arrange_buffers(groups, Rule.FLAT, [dp] * len(groups), round_robin=True, alignment=alignment):
         names = list(groups[one.group])
-        assert [*one.shapes] == in_turn(names, dp) and turned_back([*one.shapes], dp) == names
+        assert [*one.shapes] == round_robin_order(names, dp) and undo_round_robin([*one.shapes], dp) == names
         if alignment > 1:
             assert all(cut.phase % alignment == 0 for _, cut in one.cuts()) and one.gaps[-1] == 0
         assert one.number == sum(bool(shapes) for shapes in groups[: one.group])
@@ -216,7 +216,7 @@ def test_param_groups_become_flat_buffers_as_deepspeed_makes_them(groups, dp, mo
 @given(shapes_of, dps)
 def test_a_sliced_tensor_has_a_buffer_of_its_own(shape, dp):
     """Cut into pieces of ceil(numel / dp), each at the start of its buffer."""
-    placement = sliced("p", shape, BF16, dp, family="f", buffer="own")
+    placement = sliced_weight("p", shape, BF16, dp, family="f", buffer="own")
     Layout(by_key([placement]), {"f": dp})
     chunk = slice_numel(shape, dp)
     assert places([placement], dp) == [("own", x // chunk, x % chunk) for x in range(prod(shape))]
@@ -225,7 +225,7 @@ def test_a_sliced_tensor_has_a_buffer_of_its_own(shape, dp):
 @QUICK
 @given(shapes_of, dps)
 def test_a_whole_tensor_is_in_every_shard(shape, shards):
-    placement = whole("p", "weight", shape, BF16, family="f", buffer="own")
+    placement = whole_placement("p", "weight", shape, BF16, family="f", buffer="own")
     Layout(by_key([placement]), {"f": shards})
     for shard in range(shards):
         piece = placement.piece(shard)
@@ -299,7 +299,9 @@ def test_a_layout_that_fits_is_accepted(placements):
 def test_a_layout_knows_its_tensors_by_name_kind_and_buffer():
     buffer = FlatBuffer(shapes={"p": (3,), "q": (2, 2)}, rule=Rule.FLAT, ranks=2, kinds=KINDS)
     placements = list(buffer.placements("f"))
-    layout = Layout(by_key([*placements, whole("p", "weight", (3,), BF16, family="g", buffer="w")]), {"f": 2, "g": 1})
+    layout = Layout(
+        by_key([*placements, whole_placement("p", "weight", (3,), BF16, family="g", buffer="w")]), {"f": 2, "g": 1}
+    )
     assert layout.kinds("p") == ["fp32", "exp_avg", "weight"]
     assert layout.buffers("f") == ["fp32/0", "exp_avg/0"]
     assert [str(p.key) for p in layout.in_buffer("f", "exp_avg/0")] == ["p[exp_avg]", "q[exp_avg]"]
@@ -401,12 +403,12 @@ def test_equal_parts_of_ranks_are_replicas_and_all_others_tiles(ranks):
     ranks, shape = [[rows.index(row) for row in held] for held in ranks], (len(rows), 3)
     placed = []
     for rank, held in enumerate(ranks):
-        one = whole("w", "fp32", shape, FP32, family="optim", buffer="fp32/0")
+        one = whole_placement("w", "fp32", shape, FP32, family="optim", buffer="fp32/0")
         parts = [Part(Box.along(shape, 0, row, 1), 3 * at) for at, row in enumerate(held)]
         for stage in (0, 2):
-            placed.append(Placed(one._replace(cut=Cut(chunk=99, phase=7 + stage, first=rank)), tuple(parts), stage))
+            placed.append(Shard(one._replace(cut=Cut(chunk=99, phase=7 + stage, first=rank)), tuple(parts), stage))
     holders = [[rank for rank, held in enumerate(ranks) if row in held] for row in range(len(rows))]
-    (first,) = merged(placed)
+    (first,) = merge_shards(placed)
     found = {Holder(): first, **dict(first.replicas)}
     number = range(max(map(len, holders), default=1))
     assert list(found) == [Holder(stage, rank) for stage in (0, 2) for rank in number]
@@ -419,8 +421,8 @@ def test_equal_parts_of_ranks_are_replicas_and_all_others_tiles(ranks):
 
 
 def test_a_tensor_that_only_a_later_stage_has_is_none_of_the_layout():
-    one = whole("w", "weight", (3,), FP32, family="model", buffer="copy 1 of w")
-    assert list(merged([Placed(one, None, 1)])) == []
+    one = whole_placement("w", "weight", (3,), FP32, family="model", buffer="copy 1 of w")
+    assert list(merge_shards([Shard(one, None, 1)])) == []
 
 
 def test_a_pickled_layout_comes_back_as_it_was_with_tiles_copies_and_uneven_cuts():

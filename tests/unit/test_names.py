@@ -78,9 +78,9 @@ REFUSED = {
     "a name that DeepSpeed's pattern finds": (
         [model(), "mp_rank_xx_model_states.pt"],
         "CheckpointDamaged",
-        "that DeepSpeed would take for one of this save",
+        "that DeepSpeed would load as part of this save",
     ),
-    "layers on other axes": (["layer_12-slice_03-model_states.pt"], "UnsupportedLayout", "a grid with axes of its own"),
+    "layers on other axes": (["layer_12-slice_03-model_states.pt"], "UnsupportedLayout", "a grid with other axes"),
     "experts with tensor ranks": (
         ["layer_1_expert_7_mp_rank_01_model_states.pt"],
         "UnsupportedLayout",

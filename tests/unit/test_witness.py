@@ -20,7 +20,7 @@ from ds_reshard.execution.cuda import CudaExecutor
 from ds_reshard.execution.files import StagingExecutor
 from ds_reshard.execution.fingerprint import Witness, fingerprint_of, held
 from ds_reshard.execution.threads import ThreadExecutor
-from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, whole_placement
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
@@ -137,7 +137,7 @@ def of_rank_0(index, layout, wants):
 def test_bytes_between_two_elements_count_nowhere():
     """A copy that begins one byte late would else count as the element before it, of which it holds three bytes."""
     key = TensorKey(name="w", kind="fp32")
-    layout = Layout({key: whole("w", "fp32", (100,), ElementType.FLOAT32, family="f", buffer="a")}, {"f": 1})
+    layout = Layout({key: whole_placement("w", "fp32", (100,), ElementType.FLOAT32, family="f", buffer="a")}, {"f": 1})
     record = OneBuffer().buffers("f", 0)["a"].record
     copy = Copy(record, 64 + 40, 10, ElementType.FLOAT32, "a", 10, ElementType.FLOAT32)
     for late, nbytes in ((0, 40), (1, 0), (4, 40)):
@@ -149,7 +149,9 @@ def test_bytes_between_two_elements_count_nowhere():
 def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
     """Tied tensors lie in the same bytes of a file, and apart in the buffer of the run."""
     first, second = (TensorKey(name=name, kind="fp32") for name in ("first", "second"))
-    saved = [whole(k.name, "fp32", (100,), ElementType.FLOAT32, family=k.name, buffer="a") for k in (first, second)]
+    saved = [
+        whole_placement(k.name, "fp32", (100,), ElementType.FLOAT32, family=k.name, buffer="a") for k in (first, second)
+    ]
     source = Layout(by_key(saved), {"first": 1, "second": 1})
     shapes = {"first": (100,), "second": (100,)}
     flat = FlatBuffer(shapes=shapes, rule=Rule.FLAT, ranks=1).placements("t", {"fp32": ElementType.FLOAT32})
@@ -165,7 +167,7 @@ def test_bytes_of_two_tensors_count_for_the_one_whose_place_they_go_to():
 def test_bytes_that_are_cast_count_as_they_are_cast():
     key, values = TensorKey(name="w", kind="weight"), torch.arange(100, dtype=torch.float32)
     kept, wanted = (
-        {key: whole("w", "weight", (100,), dtype, family="f", buffer="a")}
+        {key: whole_placement("w", "weight", (100,), dtype, family="f", buffer="a")}
         for dtype in (ElementType.FLOAT32, ElementType.BFLOAT16)
     )
     record = OneBuffer().buffers("f", 0)["a"].record

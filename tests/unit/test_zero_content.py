@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from ds_reshard.formats.zero.content import optimizer_faults
-from ds_reshard.formats.zero.flat import by_key, whole
-from ds_reshard.formats.zero.model_states import Kept
+from ds_reshard.formats.zero.flat import by_key, whole_placement
+from ds_reshard.formats.zero.model_states import IdentityCache
 from ds_reshard.formats.zero.target import Saving
 from ds_reshard.hosts.deepspeed.foreign import layout_of, model_of
 from ds_reshard.model.content import Content, TensorSource
@@ -62,7 +62,7 @@ def test_a_master_is_looked_for_where_its_weight_lies() -> None:
     """Under a family of its own, as both are read; all others in those of the source."""
     held = content()
     placements = [
-        whole(key.name, key.kind, one.shape, one.dtype, family=f"file {key.name}", buffer=str(key))
+        whole_placement(key.name, key.kind, one.shape, one.dtype, family=f"file {key.name}", buffer=str(key))
         for key, one in held.tensors.items()
         if key.kind != "fp32"
     ]
@@ -110,9 +110,9 @@ def lacking() -> dict[str, tuple[Content, str]]:
         ),
         "another shape": (
             replace(made, tensors={**made.tensors, **tensors({("two", "exp_avg"): (3, 2)})}),
-            "is not of the shape of a weight that was saved",
+            "has another shape than its weight",
         ),
-        "another type": (replace(made, tensors=narrow), "where DeepSpeed keeps fp32 masters and states"),
+        "another type": (replace(made, tensors=narrow), "and DeepSpeed keeps fp32 masters and states"),
         "no masters": (replace(made, tensors=masters), "were trained without fp32 masters"),
         "several steps": (
             replace(made, facts=OptimizerFacts(groups=(both,), scalars=facts.scalars)),
@@ -134,15 +134,15 @@ def test_an_optimizer_that_is_none_of_deepspeeds_is_told(case: str) -> None:
 
 def test_what_is_kept_of_values_is_bounded():
     """Values are told apart by what they are, not by what they equal; the oldest go first."""
-    kept, made = Kept[int](), []
+    kept, made = IdentityCache[int](), []
     values = [{}, {}, {}]
 
     def make():
         made.append(len(made))
         return made[-1]
 
-    assert [kept.of(value, 16000, make) for value in (values[0], values[1], values[0])] == [0, 1, 0]
-    assert [kept.of(value, 16000, make) for value in (values[2], values[1], values[0])] == [2, 1, 3]
+    assert [kept.get(value, 16000, make) for value in (values[0], values[1], values[0])] == [0, 1, 0]
+    assert [kept.get(value, 16000, make) for value in (values[2], values[1], values[0])] == [2, 1, 3]
     large = {}
-    assert [kept.of(value, 10**6, make) for value in (large, large)] == [4, 4]
-    assert kept.of(values[0], 16000, make) == 5
+    assert [kept.get(value, 10**6, make) for value in (large, large)] == [4, 4]
+    assert kept.get(values[0], 16000, make) == 5

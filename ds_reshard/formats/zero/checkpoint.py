@@ -1,4 +1,4 @@
-"""A ZeRO checkpoint folder, or a universal one made of it, as a layout, an index and facts."""
+"""An opened ZeRO or universal checkpoint folder: its layout, facts and headers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition
-from ds_reshard.formats.zero.tensor_parallel import Division
+from ds_reshard.formats.zero.tensor_parallel import TensorSplit
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.facts import OptimizerFacts
 from ds_reshard.model.layout import Layout, Placement
@@ -24,37 +24,37 @@ from ds_reshard.model.target import RunSizes
 
 OPTIM, MODEL = "optim", "model"
 AUTOEP = "ds_autoep_layers"
-"""What a model file says of the layers whose experts DeepSpeed has dealt out itself (AutoEP)."""
+"""The entry of a model file that lists AutoEP's layers, whose experts DeepSpeed itself distributes over ranks."""
 
 
-class Row(NamedTuple):
-    """Which of the tensor-parallel ranks of a grid a reader is, and how many there are.
+class TpRank(NamedTuple):
+    """The tensor-parallel rank that reads, the number of ranks, and what its run says of how tensors are split.
 
-    `ties` are the keys of a PipelineModule's layers that are tied modules, None where no run tells them. `rules` are
-    what the user says of how tensors are divided, `whole` and `live` what a run's parameters tell of it (`Evidence`),
-    `maps` its affine maps, `held` the shapes of a rank's own shards. A size of 0 is that of the saving run.
+    A `size` of 0 is the saving run's. `ties` has the key of each tied layer of a PipelineModule, None if no run is
+    known. `rules` are the user's. `whole_shapes` and `live_rules` come from a run's parameters (see `SplitEvidence`),
+    `affine_maps` from its module; `shard_shapes` are those of the rank's own shards.
     """
 
     size: int = 1
     rank: int = 0
     ties: Mapping[int, str] | None = None
     rules: tuple[Rule, ...] = ()
-    whole: Mapping[str, Shape] = MappingProxyType({})
-    live: Mapping[str, Rule | None] = MappingProxyType({})
-    maps: Mapping[object, object] = MappingProxyType({})
-    held: Mapping[str, Shape] = MappingProxyType({})
+    whole_shapes: Mapping[str, Shape] = MappingProxyType({})
+    live_rules: Mapping[str, Rule | None] = MappingProxyType({})
+    affine_maps: Mapping[object, object] = MappingProxyType({})
+    shard_shapes: Mapping[str, Shape] = MappingProxyType({})
 
 
-ALONE = Row()
-FIRST_ROW = Row(size=0)
-"""Of a reader of what all rows have alike."""
+SINGLE_TP_RANK = TpRank()
+ANY_TP_RANK = TpRank(size=0)
+"""For readers that only need data which is identical on all tensor-parallel ranks."""
 
 
 class Grid(RunSizes):
     """How many ranks saved a checkpoint, along each axis."""
 
     def column(self, stage: int, tp_rank: int) -> int:
-        """The number after `mp_rank_` of a stage's files (`PipelineParallelGrid`, runtime/pipe/topology.py, 0.19.8)."""
+        """Return the number after `mp_rank_` of a stage's files (`PipelineParallelGrid`, pipe/topology.py, 0.19.8)."""
         return stage * self.tp + tp_rank
 
     def __str__(self) -> str:
@@ -62,8 +62,8 @@ class Grid(RunSizes):
         return f"dp={self.dp}, tp={self.tp}, pp={self.pp}{ep}"
 
     @property
-    def shortly(self) -> str:
-        """Without what is 1, but for dp."""
+    def short(self) -> str:
+        """Return the sizes above 1, and dp, as text."""
         return ", ".join(f"{axis}={size}" for axis, size in self._asdict().items() if size > 1 or axis == "dp")
 
 
@@ -72,11 +72,11 @@ ONE_RANK = Grid(dp=1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GridColumn:
-    """Optimizer files whose flat buffers are cut together: shard i of `family` is the file `files[i]`.
+    """Optimizer files whose flat buffers are cut together: shard `begin + i` of `family` is the file `files[i]`.
 
-    `buffers` are those that are read from them, with the names that parameters have in the whole model; `copies` the
-    parameters of which an earlier column has the first copy. `first` is what the first file says. Where columns share a
-    family, shards of it begin with number `begin` in this one, the `number`-th.
+    `buffers` are the flat buffers in these files, under the parameters' names in the whole model. `copies` has this
+    column's copy number of each parameter that an earlier column has too. `first` is the first file's header. Columns
+    with parts of the same tensors share a family: `number` counts them, and `begin` is this one's first shard.
     """
 
     family: str
@@ -92,25 +92,24 @@ class GridColumn:
         return len(self.files)
 
     def placements(self) -> Iterator[Placement]:
-        """Where the tensors of these buffers lie."""
         for buffer in self.buffers:
             partition = self.first.partitions[buffer.number]
-            wholes = {kind: partition.wholes[kind].dtype for kind in sorted(partition.whole_kinds)}
-            if wholes:
-                yield from buffer.momentum_placements(self.family, wholes)
+            full_dtypes = {kind: partition.full_states[kind].dtype for kind in sorted(partition.full_param_kinds)}
+            if full_dtypes:
+                yield from buffer.momentum_placements(self.family, full_dtypes)
             yield from buffer.placements(self.family)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyCheckpoint:
-    """What a load of DeepSpeed asks of a checkpoint, its own or one of another format; small and picklable.
+    """What a load of DeepSpeed needs of a checkpoint, DeepSpeed's own or another format's; small and picklable.
 
-    `optim` is None when the optimizer was not asked for, or for a stage-0 checkpoint, or where `universal` has what
-    it would. Under pipeline parallelism `model` and `optim` are what all `stages` say together, and `late` has names of
-    weights that are, or at ZeRO stage 0 may be, a later stage's, as no file has the first one's. `rows` are the model
-    files of all tensor-parallel ranks where `model` is made of them, with whole tensors, and `divided` says how each
-    was cut. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both keys name the same
-    bytes, and a reader wants them once. `uncut` are states of stage 0 that follow no parameter, `stateless` are
+    `optim` is None if the optimizer was not asked for, at stage 0, and if `universal` has its states. With pipeline
+    parallelism `model` and `optim` merge all `stages`; `later_stage_weights` are weights that only a later stage's file
+    holds, or at ZeRO stage 0 may. With tensor parallelism `model` may merge the model files of all ranks, `tp_models`,
+    into whole tensors; `splits` then says how each was split. With `masters_in_module` (fp32 training at stage 0) the
+    weights are the masters: both keys name the same bytes, which are read once. `unreshardable` are faults of stage-0
+    states that are not shaped like a parameter, `stateless` are
     parameters that its optimizer lists and has no states of, though of others.
     """
 
@@ -123,15 +122,15 @@ class AnyCheckpoint:
     universal: UniversalStates | None = None
     grid: Grid = ONE_RANK
     stages: tuple[ModelStates, ...] = ()
-    late: frozenset[str] = frozenset()
-    rows: tuple[ModelStates, ...] = ()
-    divided: Mapping[str, Division] = field(default_factory=dict)
-    uncut: tuple[Fault, ...] = ()
+    later_stage_weights: frozenset[str] = frozenset()
+    tp_models: tuple[ModelStates, ...] = ()
+    splits: Mapping[str, TensorSplit] = field(default_factory=dict)
+    unreshardable: tuple[Fault, ...] = ()
     stateless: frozenset[str] = frozenset()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:
-        """What the optimizer's files say beside their tensors: loss scaler, clipping; empty where none was read.
+        """Return the optimizer file's entries beside tensors: loss scaler, clipping; empty if no file was read.
 
         At stage 0 that is what FP16_Optimizer says in the model file (`state_dict`, runtime/fp16, 0.19.8).
         """
@@ -143,14 +142,14 @@ class AnyCheckpoint:
 
     @property
     def optimizer_path(self) -> str:
-        """The file of the param groups: at stage 0 the model file."""
+        """Return the file of the param groups, at stage 0 the model file."""
         if self.universal is not None:
             return self.universal.common.path
         return self.optim.path if self.optim is not None else self.model.path
 
     @property
     def groups(self) -> tuple[Mapping[str, object], ...]:
-        """The saved param groups, without their members; empty where they were not read or saved."""
+        """Return the saved param groups, without their members; empty if they were not read or not saved."""
         if self.universal is not None:
             return self.universal.common.groups
         return (self.optim.groups or ()) if self.optim is not None else ()
@@ -160,18 +159,18 @@ class AnyCheckpoint:
         return self.model.dp
 
     @property
-    def of_grid(self) -> bool:
-        """Whether it is made of the files of several stages, of experts, or of tensor-parallel ranks."""
-        return bool(self.stages or self.rows or self.listing.experts or self.of_autoep)
+    def has_grid_files(self) -> bool:
+        """True if the checkpoint merges files of several stages, experts or tensor-parallel ranks."""
+        return bool(self.stages or self.tp_models or self.listing.experts or self.has_autoep)
 
     @property
-    def of_autoep(self) -> bool:
-        """Whether DeepSpeed has dealt out experts itself (AutoEP)."""
+    def has_autoep(self) -> bool:
+        """True if DeepSpeed itself has distributed experts over ranks (AutoEP)."""
         return bool(autoep_sizes(self.model.entries))
 
     @property
     def stage(self) -> int:
-        """The ZeRO stage of the saving run."""
+        """Return the ZeRO stage of the saving run; 1 for stage 2 if no optimizer file was opened."""
         if self.listing.partitioned_model:
             return 3
         if self.model.param_shapes is None:
@@ -181,14 +180,14 @@ class AnyCheckpoint:
         return self.optim.stage if self.optim else 1
 
     @property
-    def told_stage(self) -> int:
-        """The stage as people are told: of stages 1 and 2 the saved JSON tells, where no optimizer file was opened."""
-        said = section(self.model.config, "zero_optimization").get("stage")
-        return said if self.optim is None and self.stage == 1 and isinstance(said, int) and said == 2 else self.stage
+    def displayed_stage(self) -> int:
+        """Return the stage for messages: if no optimizer file was opened, the saved JSON tells stage 2 from stage 1."""
+        stage = section(self.model.config, "zero_optimization").get("stage")
+        return stage if self.optim is None and self.stage == 1 and isinstance(stage, int) and stage == 2 else self.stage
 
     @property
     def kind(self) -> str:
-        """How the optimizer was wrapped: "none" (stage 0), "zero", "bf16" or "zero3"; "universal" where it is not."""
+        """Return the optimizer's wrapper: "none" (stage 0), "zero", "bf16" or "zero3"; "universal" if it has none."""
         if self.listing.universal:
             return "universal"
         if self.optim is not None:
@@ -200,9 +199,9 @@ class AnyCheckpoint:
 class ZeroCheckpoint(AnyCheckpoint):
     """What all ranks know of a DeepSpeed folder before any of them opens its own shards.
 
-    Made by one rank from the listing, one model file and one optimizer file. `columns` are where the flat buffers of
-    `optim` lie, `copies` the weights of which a file before has a copy, for each tensor-parallel rank, by name and
-    number of the stage.
+    One rank reads it from the listing, one model file and one optimizer file. `columns` are the optimizer files by flat
+    buffer. `copies` has, per tensor-parallel rank, weights whose first copy is in an earlier file, by name and copy
+    number.
     """
 
     columns: tuple[GridColumn, ...] = ()
@@ -210,23 +209,23 @@ class ZeroCheckpoint(AnyCheckpoint):
 
 
 def sequence_ranks(entries: Mapping[str, object]) -> int:
-    """How many ranks of the saving run shared a sequence, and with it a micro batch; 1 where no entry tells."""
-    said = entries.get("checkpoint_parallel_dimensions")
-    told = said.get("tp_degree") if isinstance(said, dict) and entries.get("mp_world_size") == 1 else None
-    return told if isinstance(told, int) and told > 1 else 1
+    """Return how many ranks of the saving run shared a sequence, and so a micro batch; 1 if no entry says it."""
+    sizes = entries.get("checkpoint_parallel_dimensions")
+    ranks = sizes.get("tp_degree") if isinstance(sizes, dict) and entries.get("mp_world_size") == 1 else None
+    return ranks if isinstance(ranks, int) and ranks > 1 else 1
 
 
 def autoep_sizes(entries: Mapping[str, object]) -> frozenset[int]:
-    """The expert-parallel sizes of a model file that AutoEP's layers have written; empty without them."""
+    """Return the expert-parallel sizes of AutoEP's layers in a model file; empty without them."""
     layers = entries.get(AUTOEP) or []
     if not isinstance(layers, list):
-        return frozenset({0})  # something that is not read here
-    said = (layer.get("ep_size") for layer in layers if isinstance(layer, dict))
-    return frozenset(size for size in said if isinstance(size, int))
+        return frozenset({0})  # malformed, or of an unknown version
+    sizes = (layer.get("ep_size") for layer in layers if isinstance(layer, dict))
+    return frozenset(size for size in sizes if isinstance(size, int))
 
 
 def is_placeholder(tensor: TensorRecord, shape: tuple[int, ...]) -> bool:
-    """Whether a module entry only stands for a partitioned parameter: stage 3 saves those as shape (0,)."""
+    """True if a module entry is the empty stand-in of a partitioned parameter: stage 3 saves these as shape (0,)."""
     return tensor.numel == 0 and prod(shape) != 0
 
 

@@ -1,4 +1,4 @@
-"""A ZeRO or universal checkpoint as the content that any format takes, and what a content lacks for DeepSpeed.
+"""A ZeRO or universal checkpoint as content that any format can write, and what a content lacks for DeepSpeed.
 
 The entries of the model file are those of `_common_checkpoint_state` (deepspeed/runtime/engine.py, 0.19.8).
 """
@@ -10,9 +10,9 @@ from dataclasses import replace
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import GridColumn, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import turned_back
+from ds_reshard.formats.zero.flat import undo_round_robin
 from ds_reshard.formats.zero.model_states import LAGGING, QUANTIZED, ModelStates, section
-from ds_reshard.formats.zero.modules import by_number
+from ds_reshard.formats.zero.modules import sort_by_expert
 from ds_reshard.formats.zero.optim_states import read_optim_states
 from ds_reshard.formats.zero.universal import UniversalStates
 from ds_reshard.model.content import MASTER, WEIGHT, Content, TensorSource, flatten, schedule_of
@@ -21,7 +21,7 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Shape
 
-# What follows from the layout, and the saved configuration, which the coming run's replaces.
+# Entries that follow from the layout, and the saved configuration, which the new run's replaces.
 UNSET = ("optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments")
 LAYOUT_ENTRIES = frozenset(
     {*UNSET, "module", "buffer_names", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"}
@@ -29,34 +29,34 @@ LAYOUT_ENTRIES = frozenset(
 )
 
 
-def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: bool = False) -> Content:
-    """All of it; its `faults` say what its optimizer lacks. Raises UnsupportedLayout for weights that cannot be read.
+def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, same_format: bool = False) -> Content:
+    """Return the content of a checkpoint; its `faults` say what its optimizer lacks.
 
-    `weights_alone` asks for no optimizer, unless its files alone hold the weights; `own` is for files that go on from
-    the checkpoint's, and take over as they are those of its weights that do not lie row-major.
+    `weights_alone` leaves the optimizer out, unless only its files hold the weights. `same_format` is for rewriting
+    DeepSpeed files, which may keep weights that are not row-major. Raises UnsupportedLayout for unreadable weights.
     """
     model, facts, layout = checkpoint.model, checkpoint.facts, checkpoint.layout
-    raise_faults(quantized_faults(model) if not own else (), subject=f"converting {checkpoint.listing.folder}")
-    lacking = () if facts is None and weights_alone else tuple(lacking_of(checkpoint))
+    raise_faults(quantized_faults(model) if not same_format else (), subject=f"converting {checkpoint.listing.folder}")
+    optimizer_faults = () if facts is None and weights_alone else tuple(unwritable_optimizer_faults(checkpoint))
     tensors: dict[TensorKey, TensorSource] = {}
-    unsaved = _unsaved(checkpoint)
-    firsts = {name: first for name, first in first_names(model).items() if name not in unsaved}
+    unsaved_names = _unsaved_entries(checkpoint)
+    first_by_name = {name: first for name, first in first_names(model).items() if name not in unsaved_names}
     for name, tensor in whole_tensors(model).items():
-        if name in unsaved:
+        if name in unsaved_names:
             continue
         key, master = TensorKey(name=name, kind=WEIGHT), TensorKey(name=name, kind=MASTER)
         tensors[key] = TensorSource(shape=tensor.shape, dtype=tensor.dtype, origin=key if key in layout else master)
-    faults = map(strided_fault, sorted(set(firsts.values()) - {key.name for key in tensors}))
-    raise_faults(list(faults) if not own else (), subject=f"converting {checkpoint.listing.folder}")
+    faults = map(strided_fault, sorted(set(first_by_name.values()) - {key.name for key in tensors}))
+    raise_faults(list(faults) if not same_format else (), subject=f"converting {checkpoint.listing.folder}")
     order = group_order(checkpoint) if facts is not None else []
-    for group in order if not model.lagging else ():  # whose masters are not those of the weights
+    for group in order if not model.masters_lag else ():  # lagging masters do not fit the weights
         for name in group:
             for kind in layout.kinds(name):
                 key = TensorKey(name=name, kind=kind)
                 if kind != WEIGHT:
                     tensors[key] = TensorSource(shape=layout[key].shape, dtype=layout[key].dtype, origin=key)
     entries, batch = model.entries, model.config.get("train_batch_size")
-    kept = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
+    other_entries = {name: value for name, value in entries.items() if name not in LAYOUT_ENTRIES and value is not None}
     buffers = {name: model.module[name] for name in sorted(model.buffer_names & model.module.keys())}
     return Content(
         folder=checkpoint.listing.folder,
@@ -64,21 +64,20 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
         tensors=tensors,
         facts=facts
         and replace(
-            facts,
-            groups=tuple(replace(group, members=tuple(own)) for group, own in zip(facts.groups, order, strict=True)),
+            facts, groups=tuple(replace(g, members=tuple(names)) for g, names in zip(facts.groups, order, strict=True))
         ),
-        tied={name: first for name, first in firsts.items() if name != first},
+        tied={name: first for name, first in first_by_name.items() if name != first},
         buffers=model.buffer_names,
         records=buffers,
-        objects=dict(flatten(kept)),
+        objects=dict(flatten(other_entries)),
         schedule=schedule_of(entries.get("lr_scheduler"), len(facts.groups)) if facts is not None else None,
         batch_size=batch if type(batch) is int else None,
-        faults=lacking,
+        faults=optimizer_faults,
         notes=(
             *(f"left out: the module's entry {name}, which is no tensor" for name in sorted(model.objects)),
             *(
                 f"left out: {name}: ZeRO stage 3 saved no value under this name (it is another parameter's, or empty)"
-                for name in unsaved
+                for name in unsaved_names
             ),
         ),
         native_source=checkpoint,
@@ -86,27 +85,27 @@ def content_of(checkpoint: ZeroCheckpoint, *, weights_alone: bool = False, own: 
 
 
 def strided_fault(name: str) -> Fault:
-    """That a weight cannot be cut, or written to another file than the one that it is in."""
+    """Return the fault that a weight cannot be cut, or written to another file, as it is not row-major."""
     mend = "load it in a run, and save contiguous tensors there"
     return UnsupportedLayout.fault(name, "does not lie row-major in the file", mend=mend)
 
 
-def _unsaved(checkpoint: ZeroCheckpoint) -> list[str]:
-    """Entries that stand at stage 3 for something that no file holds, nor says whether it is another's second name.
+def _unsaved_entries(checkpoint: ZeroCheckpoint) -> list[str]:
+    """Return stage-3 module entries of tensors in no file: neither parameters nor listed second names.
 
-    AutoEP gives each router a second one (`mlp.gate.gate.weight`), which `shared_params` does not have (0.19.8).
+    AutoEP gives each router a second name (`mlp.gate.gate.weight`), which `shared_params` does not have (0.19.8).
     """
     model = checkpoint.model
-    known = {*model.trainable, *model.frozen_shapes, *model.buffer_names, *model.shared}
+    listed = {*model.trainable, *model.frozen_shapes, *model.buffer_names, *model.shared}
     module = model.module.items() if checkpoint.listing.partitioned_model else ()
-    return sorted(name for name, tensor in module if not tensor.numel and name not in known)
+    return sorted(name for name, tensor in module if not tensor.numel and name not in listed)
 
 
 def optimizer_faults(content: Content) -> Iterator[Fault]:
-    """What keeps the optimizer of a content from being one of DeepSpeed's.
+    """Yield a fault for each reason why the optimizer of a content cannot be one of DeepSpeed's.
 
     DeepSpeed keeps fp32 masters and states of a weight's shape, steps a param group together, and trains every
-    parameter of one; it would make masters that are missing of the weights, and train another model from there.
+    parameter of one. It would make missing masters from the weights, and so train another model.
     """
     if content.facts is None:
         return
@@ -117,22 +116,22 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
     for number, group in enumerate(groups):
         for name, value in (group.hyperparameters or {}).items():
             if isinstance(value, ScalarTensor) and exact_number(value) is None:
-                what = f"is a {value.dtype.label} tensor, which is no number of Python's"
+                what = f"is a {value.dtype.label} tensor, which is not a Python number"
                 yield _fault(f"param group {number}: {name}", what, "save it as a number")
     members = {name for group in groups for name in group.members}
     for where in content.nested_states:
-        what = "is a state or a value of the optimizer inside a dict or a list, for which DeepSpeed has no place"
+        what = "is an optimizer state inside a dict or a list, which DeepSpeed cannot hold"
         yield _fault(where, what, "resume it with the optimizer that saved it, or --to dcp")
     for name in sorted(members - trained.keys() - scalars.keys()):
-        what = "is in a param group, and has no state: whether the coming run trains it, no file says"
-        mend = "build the optimizer of the trainable parameters alone, step once, and save"
+        what = "is in a param group, and has no state: no file says whether the new run trains it"
+        mend = "give the optimizer only the trainable parameters, step once, and save"
         if not (trained or scalars):
-            mend = "--to safetensors or torch, for the weights: the optimizer keeps nothing of any parameter"
+            mend = "--to safetensors or torch, for the weights: the optimizer has no states"
         yield _fault(name, what, mend)
     for name in sorted({*trained, *scalars} - members) if groups else ():
         yield _fault(name, "has states, and is in no param group", "save model and optimizer together")
     for name in sorted({*content.extra_tensors, *content.buffers} - content.records.keys()):
-        what = "is a buffer, or a tensor beside the model, that is saved in several pieces"
+        what = "is a buffer, or a tensor outside the model, that is saved in several pieces"
         yield _fault(name, what, "save it whole: not as a DTensor that is sharded")
     yield from _state_faults(content)
     lacking = [name for name in {**trained, **scalars} if name in weights and MASTER not in trained.get(name, ())]
@@ -159,21 +158,21 @@ def optimizer_faults(content: Content) -> Iterator[Fault]:
 
 
 def _state_faults(content: Content) -> Iterator[Fault]:
-    """States that are no fp32 tensors of the shape of a weight."""
+    """Yield a fault for each state that is not an fp32 tensor of its weight's shape."""
     weights = content.weights
     for name, states in content.trained.items():
         for kind, held in states.items():
             if name not in weights or held.shape != weights[name].shape:
-                what = "is not of the shape of a weight that was saved"
-                mend = "save model and optimizer together; other shapes have no place in ZeRO"
+                what = "has another shape than its weight"
+                mend = "save model and optimizer together; ZeRO cannot hold other shapes"
                 if name not in weights:
-                    what = "is a state of a parameter of which no weight was saved"
+                    what = "is a state of a parameter whose weight was not saved"
                     mend = "save it by get_state_dict of torch, beside the whole model's weights, under the same names"
                 yield _fault(f"{name}[{kind}]", what, mend)
             elif held.dtype is not ElementType.FLOAT32:
                 mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
                 mend += "through ds_reshard.dcp.Reader"
-                what = f"is {held.dtype.label}, where DeepSpeed keeps fp32 masters and states"
+                what = f"is {held.dtype.label}, and DeepSpeed keeps fp32 masters and states"
                 yield _fault(f"{name}[{kind}]", what, mend)
 
 
@@ -182,35 +181,32 @@ def _fault(where: str, what: str, mend: str) -> Fault:
 
 
 def first_names(model: ModelStates) -> dict[str, str]:
-    """The first name of each of the module's tensors that was saved: tied ones are saved as one view of one storage."""
-    seen: dict[tuple[object, ...], str] = {}
+    """Return the first name of each of the module's tensors: tied tensors are saved as one view of one storage."""
+    first_by_place: dict[tuple[object, ...], str] = {}
     names = {}
     for name, tensor in model.module.items():
         place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
-        first = seen.setdefault(place, name) if tensor.numel else name
+        first = first_by_place.setdefault(place, name) if tensor.numel else name
         owner = model.shared.get(name, first)
         names[name] = owner if owner in model.module else first
     return names
 
 
 def whole_tensors(model: ModelStates) -> dict[str, TensorRecord]:
-    """Every tensor of a whole module under its first name, in a storage of its own.
-
-    Left out are those that do not lie row-major in the file.
-    """
+    """Return every row-major tensor of a whole module under its first name, in a separate storage."""
     shapes = {**model.trainable, **model.frozen_shapes}
-    made = {}
+    tensors = {}
     for name, first in first_names(model).items():
         tensor = model.module[name]
-        kept_in_pieces = name in shapes and not tensor.numel  # also of a parameter without elements
+        kept_in_pieces = name in shapes and not tensor.numel  # or the parameter is empty
         if name == first and (tensor.contiguous or kept_in_pieces):
             shape = shapes[name] if kept_in_pieces else tensor.shape
-            made[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
-    return made
+            tensors[name] = new_tensor(f"module/{name}", shape, tensor.dtype)
+    return tensors
 
 
 def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
-    """The trainable parameters of each param group as the optimizer was given them.
+    """Return the trainable parameters of each param group in the order in which the optimizer was given them.
 
     With `round_robin_gradients` the flat buffers hold them in another order (`_round_robin_reorder`,
     deepspeed/runtime/zero/stage_1_and_2.py), which is undone here.
@@ -218,36 +214,36 @@ def group_order(checkpoint: ZeroCheckpoint) -> list[dict[str, Shape]]:
     assert checkpoint.facts is not None
     shapes = checkpoint.model.trainable
     order = [list(group.members) for group in checkpoint.facts.groups]
-    if dealt_in_turn(checkpoint):
-        order = [turned_back(members, checkpoint.dp) for members in order]
+    if is_round_robin(checkpoint):
+        order = [undo_round_robin(members, checkpoint.dp) for members in order]
     return [{name: shapes[name] for name in members} for members in order]
 
 
-def dealt_in_turn(checkpoint: ZeroCheckpoint) -> bool:
-    """Whether flat buffers are in the order of `round_robin_gradients`, which stages 1 and 2 alone know.
+def is_round_robin(checkpoint: ZeroCheckpoint) -> bool:
+    """True if flat buffers are in the order of `round_robin_gradients`, which only stages 1 and 2 know.
 
-    The JSON is not saved where DeepSpeed was given its path. The optimizer files then tell: they list what each rank
-    has as its param groups do (`_create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8).
+    The JSON is not saved if DeepSpeed was given its path. Then the optimizer files tell: they list each rank's
+    parameters in the order of its param groups (`_create_param_mapping`, runtime/zero/stage_1_and_2.py, 0.19.8).
     """
-    if checkpoint.kind != "zero" or checkpoint.dp == 1 or not checkpoint.columns:  # of a content, which is in order
+    if checkpoint.kind != "zero" or checkpoint.dp == 1 or not checkpoint.columns:  # a content is in order
         return False
     if isinstance(checkpoint.model.entries.get("ds_config"), dict):
         return section(checkpoint.model.config, "zero_optimization").get("round_robin_gradients") is True
-    return any(_listed_otherwise(checkpoint, column) for column in checkpoint.columns)
+    return any(_files_list_other_order(checkpoint, column) for column in checkpoint.columns)
 
 
-def _listed_otherwise(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
-    """Whether the second parameter of a flat buffer is another than its param group's: any such order shows there."""
+def _files_list_other_order(checkpoint: ZeroCheckpoint, column: GridColumn) -> bool:
+    """True if the second parameter of a flat buffer is not its param group's second: round-robin order shows there."""
     shapes = {buffer.number: buffer.shapes for buffer in column.buffers}
     listed: dict[int, list[str]] = {number: [] for number in shapes}
-    for name in column.files:
+    for file in column.files:
         if all(len(names) >= min(2, len(shapes[number])) for number, names in listed.items()):
             break
-        said = checkpoint.listing.read(name, read_optim_states).entries.get("param_slice_mappings")
+        mappings = checkpoint.listing.read(file, read_optim_states).entries.get("param_slice_mappings")
         for number, names in listed.items():
-            mapping = said[number] if isinstance(said, list) and number < len(said) else {}
-            own = mapping if isinstance(mapping, dict) else {}
-            names += (one for one in map(str, own) if one in shapes[number] and one not in names)
+            mapping = mappings[number] if isinstance(mappings, list) and number < len(mappings) else {}
+            names_of_rank = mapping if isinstance(mapping, dict) else {}
+            names += (name for name in map(str, names_of_rank) if name in shapes[number] and name not in names)
     return any(names[:2] != list(shapes[number])[: len(names[:2])] for number, names in listed.items())
 
 
@@ -256,8 +252,8 @@ def quantized_faults(model: ModelStates) -> Iterator[Fault]:
     return (UnsupportedLayout.fault(name, QUANTIZED, mend=mend) for name in sorted(model.quantized))
 
 
-def nameless_fault(folder: str, stage: int) -> Fault:
-    """A folder without an optimizer, or with one that names no parameter, cannot become a run's files."""
+def unnamed_optimizer_fault(folder: str, stage: int) -> Fault:
+    """Return the fault that a folder without an optimizer that names parameters cannot become a run's files."""
     return UnsupportedLayout.fault(
         folder,
         "holds an optimizer that names no parameter (ZeRO stage 0), or none",
@@ -267,11 +263,11 @@ def nameless_fault(folder: str, stage: int) -> Fault:
     )
 
 
-def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """Every reason why the optimizer of a checkpoint cannot go to another layout or format."""
+def unwritable_optimizer_faults(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """Yield every reason why the optimizer of a checkpoint cannot go to another layout or format."""
     folder = checkpoint.listing.folder
     if checkpoint.facts is None:
-        yield nameless_fault(folder, checkpoint.stage)
+        yield unnamed_optimizer_fault(folder, checkpoint.stage)
         return
     if any(group.hyperparameters is None for group in checkpoint.facts.groups):
         yield UnsupportedLayout.fault(
@@ -282,45 +278,45 @@ def lacking_of(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
             mend="load it in a run with import ds_reshard.auto, and save there",
         )
     if checkpoint.universal is not None:
-        yield from _left_out(checkpoint.universal)
-    if checkpoint.model.lagging:
+        yield from _lost_state_faults(checkpoint.universal)
+    if checkpoint.model.masters_lag:
         yield UnsupportedLayout.fault(folder, LAGGING, mend="--to safetensors or torch, for the weights")
-    said = isinstance(checkpoint.model.entries.get("ds_config"), dict)
+    has_json = isinstance(checkpoint.model.entries.get("ds_config"), dict)
     partitions = checkpoint.optim.partitions if checkpoint.optim is not None else ()
-    if checkpoint.kind == "zero" and not said and any(any(partition.alignment or ()) for partition in partitions):
+    if checkpoint.kind == "zero" and not has_json and any(any(partition.alignment or ()) for partition in partitions):
         yield UnsupportedLayout.fault(
             folder,
-            "has gaps between parameters (parameter_alignment) and no DeepSpeed JSON, as DeepSpeed was given its path: "
-            "no file says whether parameters were dealt out in turn (round_robin_gradients)",
+            "uses parameter_alignment, but its DeepSpeed JSON was not saved (DeepSpeed was given a path): "
+            "it is unknown whether round_robin_gradients was on",
             mend="load it in a run with import ds_reshard.auto, and save there",
         )
-    if checkpoint.of_grid:
-        yield from _disordered(checkpoint)
+    if checkpoint.has_grid_files:
+        yield from _order_faults(checkpoint)
     for number, partition in enumerate(partitions):
-        for name, why in partition.unfollowed.items():
+        for name, why in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
                 f"state {name!r} of partition {number}",
-                f"is neither one value nor one for each element ({why}): no other layout has a place for it",
+                f"is neither one value nor one per element ({why}): no other layout can hold it",
                 mend="resume with the layout that was saved",
             )
 
 
-def _disordered(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
-    """Where flat buffers of a grid do not tell the order of the whole model's: DeepSpeed fills them by places alone."""
+def _order_faults(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
+    """Yield faults if a grid's flat buffers are not in the whole model's order: DeepSpeed fills them by position."""
     folder, mend = checkpoint.listing.folder, "load it in a run with import ds_reshard.auto, and save there"
-    if dealt_in_turn(checkpoint):
+    if is_round_robin(checkpoint):
         what, expected = "has round_robin_gradients on a grid", "parameters in the order of their param groups"
-        yield UnsupportedLayout.fault(folder, what, expected, "dealt out", mend=mend)
-    held = [list(buffer.shapes) for column in checkpoint.columns for buffer in column.buffers]
-    if checkpoint.listing.experts and any(names != by_number(names) for names in held):
+        yield UnsupportedLayout.fault(folder, what, expected, "round-robin order", mend=mend)
+    names_of_buffers = [list(buffer.shapes) for column in checkpoint.columns for buffer in column.buffers]
+    if checkpoint.listing.experts and any(names != sort_by_expert(names) for names in names_of_buffers):
         what = "has experts in another order than that of layers and numbers"
         yield UnsupportedLayout.fault(folder, what, "each layer's, one after another", "others", mend=mend)
 
 
-def _left_out(universal: UniversalStates) -> Iterator[Fault]:
-    """States that ds_to_universal has dropped, or may have: it copies those of Adam, and does not warn about others."""
-    yield from universal.incomplete
-    for number, group in enumerate(universal.common.groups if universal.common.kept is None else ()):
+def _lost_state_faults(universal: UniversalStates) -> Iterator[Fault]:
+    """Yield faults for states that ds_to_universal may have dropped: it copies Adam's, without warning about others."""
+    yield from universal.missing_states
+    for number, group in enumerate(universal.common.groups if universal.common.states is None else ()):
         if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
             yield UnsupportedLayout.fault(
                 f"{universal.common.path}: param group {number}",

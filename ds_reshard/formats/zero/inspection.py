@@ -1,4 +1,4 @@
-"""A ZeRO checkpoint looked at for `inspect` and `verify`: every file opened, every fault kept, all told."""
+"""Survey a ZeRO checkpoint for `inspect` and `verify`: open every file, and collect all faults."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from math import prod
 
 from ds_reshard.containers.plain import Scalars, group_entries, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, collected, damaged
-from ds_reshard.formats.zero.checkpoint import MODEL, Grid, Row, ZeroCheckpoint, autoep_sizes
+from ds_reshard.formats.zero.checkpoint import MODEL, Grid, TpRank, ZeroCheckpoint, autoep_sizes
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
-from ds_reshard.formats.zero.reader import missing, read_checkpoint, read_grid
-from ds_reshard.formats.zero.shards import ZeroShards, compare_heads, compare_prints, compare_signatures
+from ds_reshard.formats.zero.reader import missing_file_faults, read_checkpoint, read_grid
+from ds_reshard.formats.zero.shards import ZeroShards, compare_checksums, compare_heads, compare_signatures
 from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_optimizer
 from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
 from ds_reshard.model.index import Index
@@ -35,9 +35,8 @@ from ds_reshard.model.rules import active_rules
 class Survey:
     """The first model file and the first optimizer file that could be read, and all faults, sorted.
 
-    `scalars` holds the learning rates and steps of those two that were kept as tensors; `universal` is what a
-    universal checkpoint that can be opened whole has in place of optimizer files; `divided` says how tensor-parallel
-    ranks had divided each parameter.
+    `scalars` holds learning rates and steps of these two files that were saved as tensors. `universal` is what a
+    readable universal checkpoint has instead of optimizer files. `divided` says how ranks split each parameter.
     """
 
     listing: Listing
@@ -50,7 +49,7 @@ class Survey:
 
     @property
     def grid(self) -> Grid | None:
-        """The sizes of the saving run; None of one without tensor, pipeline and expert parallelism."""
+        """Return the sizes of the saving run; None without tensor, pipeline and expert parallelism."""
         if self.model is None:
             return None
         try:
@@ -64,7 +63,7 @@ class Survey:
 
     @property
     def dp(self) -> int | None:
-        """The data-parallel size of the saving run."""
+        """Return the data-parallel size of the saving run."""
         if self.model is not None:
             return self.model.dp
         return self.optim.partition_count if self.optim is not None else None
@@ -73,69 +72,70 @@ class Survey:
 def survey(listing: Listing) -> Survey:
     """Open every shard, metadata only. Never raises for what the files hold.
 
-    A checkpoint that is whole is opened as a load opens it. Of one that is not, every file is read alone, and all are
-    compared; the shards of one without layers and experts are opened beside the first files that can be read. A layout
-    that is refused as a whole is not put together.
+    A complete checkpoint is opened as a load opens it. Otherwise every file is read by itself, and all are compared;
+    without layers and experts, the shards are also opened with the first files that can be read. A layout that is
+    refused as a whole is not assembled.
     """
-    faults, row = [*listing.faults, *_empty(listing)], Row(rules=active_rules())
-    refused = any(fault.error == "UnsupportedLayout" for fault in faults)
-    found: ZeroCheckpoint | None = None
+    faults, tp = [*listing.faults, *_empty_file_faults(listing)], TpRank(rules=active_rules())
+    is_refused = any(fault.error == "UnsupportedLayout" for fault in faults)
+    checkpoint: ZeroCheckpoint | None = None
     if not faults:
         with collected(faults):
-            found = read_checkpoint(listing, row, faults, optimizer=True)
-    heads = _heads(listing, faults) if faults else {}
-    if faults and not refused:
-        faults += compare_heads(*_of_kinds(heads.values()), listing.folder, states=True)
+            checkpoint = read_checkpoint(listing, tp, faults, optimizer=True)
+    heads = _read_heads(listing, faults) if faults else {}
+    if faults and not is_refused:
+        faults += compare_heads(*_by_kind(heads.values()), listing.folder, states=True)
         if not (listing.layers or listing.experts):
             with collected(faults):
-                found = read_checkpoint(listing, row, faults, optimizer=True, readable=heads.keys())
-    models, optims = _of_kinds(
-        heads.get(name) for of in (listing.model, listing.optim) for _, name in sorted(of.items())
+                checkpoint = read_checkpoint(listing, tp, faults, optimizer=True, readable=heads.keys())
+    models, optims = _by_kind(
+        heads.get(name) for files in (listing.model, listing.optim) for _, name in sorted(files.items())
     )
-    model, optim = (found.model, found.optim) if found is not None else (None, None)
+    model, optim = (checkpoint.model, checkpoint.optim) if checkpoint is not None else (None, None)
     model, optim = model or next(iter(models), None), optim or next(iter(optims), None)
-    kept: Scalars = {}
-    if found is not None:
-        _open_shards(found, heads, faults)
-        kept = _open_tensors(found, faults)
-        listing = found.listing if found.universal is not None else listing
-    if model is None and optim is not None and not refused:
-        faults += missing(listing, optim.partition_count, optimizer=not listing.universal)
-    if listing.universal and model is not None and (found is None or found.universal is None) and not refused:
+    universal_scalars: Scalars = {}
+    if checkpoint is not None:
+        _open_shards(checkpoint, heads, faults)
+        universal_scalars = _open_tensors(checkpoint, faults)
+        listing = checkpoint.listing if checkpoint.universal is not None else listing
+    if model is None and optim is not None and not is_refused:
+        faults += missing_file_faults(listing, optim.partition_count, optimizer=not listing.universal)
+    universal = checkpoint.universal if checkpoint is not None else None
+    if listing.universal and model is not None and universal is None and not is_refused:
         _read_tensors(listing, model, faults)
-    scalars = {**kept, **_scalars(model, _stage0_values(model), faults), **_scalars(optim, _values(optim), faults)}
+    head_scalars = {**_scalars(model, _stage0_values(model), faults), **_scalars(optim, _group_values(optim), faults)}
     once = {(fault.where, fault.what, fault.found): fault for fault in reversed(faults)}
     return Survey(
         listing=listing,
         model=model,
         optim=optim,
-        scalars=scalars,
+        scalars={**universal_scalars, **head_scalars},
         faults=tuple(once[at] for at in sorted(once)),
-        universal=found.universal if found is not None else None,
-        divided=_cuts(found) if found is not None else {},
+        universal=universal,
+        divided=_split_texts(checkpoint) if checkpoint is not None else {},
     )
 
 
-def _cuts(checkpoint: ZeroCheckpoint) -> dict[str, str]:
-    """Which stages and expert-parallel ranks have a parameter, how others divide it, and what says so."""
-    found: dict[str, list[str]] = {}
+def _split_texts(checkpoint: ZeroCheckpoint) -> dict[str, str]:
+    """Return which stages and expert-parallel ranks have a parameter, how ranks split it, and by which evidence."""
+    texts_by_name: dict[str, list[str]] = {}
     stages: dict[str, list[int]] = {}
     for number, stage in enumerate(checkpoint.stages):
         for name in stage.trainable:
             stages.setdefault(name, []).append(number)
     for name, numbers in stages.items() if len(checkpoint.stages) > 1 else ():
         where = ", ".join(map(str, numbers))
-        found[name] = [f"stage {where}" if len(numbers) == 1 else f"a copy in stages {where}"]
+        texts_by_name[name] = [f"stage {where}" if len(numbers) == 1 else f"a copy in stages {where}"]
     for column in checkpoint.columns:
-        place = column.family.partition(" of experts ")[2]
-        for name in (name for buffer in column.buffers for name in buffer.shapes if place):
-            found.setdefault(name, []).append(f"expert-parallel rank {place}")
-    for name, division in checkpoint.divided.items():
-        found.setdefault(name, []).append(str(division))
-    return {name: ", ".join(texts) for name, texts in found.items()}
+        ep_rank = column.family.partition(" of experts ")[2]
+        for name in (name for buffer in column.buffers for name in buffer.shapes if ep_rank):
+            texts_by_name.setdefault(name, []).append(f"expert-parallel rank {ep_rank}")
+    for name, split in checkpoint.splits.items():
+        texts_by_name.setdefault(name, []).append(str(split))
+    return {name: ", ".join(texts) for name, texts in texts_by_name.items()}
 
 
-def _empty(listing: Listing) -> list[Fault]:
+def _empty_file_faults(listing: Listing) -> list[Fault]:
     return [
         damaged(listing.path(name), "is empty", "a torch zip file", "0 bytes")
         for name in (*listing.model.values(), *listing.optim.values())
@@ -143,34 +143,34 @@ def _empty(listing: Listing) -> list[Fault]:
     ]
 
 
-def _heads(listing: Listing, faults: list[Fault]) -> dict[str, ModelStates | OptimStates | None]:
-    """What each file says that can be read, model and optimizer files of all columns and others."""
-    found: dict[str, ModelStates | OptimStates | None] = {}
-    for name in (name for column in listing.columns.values() for of in column for _, name in sorted(of.items())):
+def _read_heads(listing: Listing, faults: list[Fault]) -> dict[str, ModelStates | OptimStates | None]:
+    """Return the header of each readable file: model and optimizer files of all columns; None for other files."""
+    headers: dict[str, ModelStates | OptimStates | None] = {}
+    for name in (name for column in listing.columns.values() for files in column for _, name in sorted(files.items())):
         with collected(faults):
             if listing.nbytes[name] and name.endswith("optim_states.pt"):
-                found[name] = listing.read(name, read_optim_states)
+                headers[name] = listing.read(name, read_optim_states)
             elif listing.nbytes[name]:
-                found[name] = listing.read(name, read_model_states)
-    for name in (*listing.layers.values(), *listing.experts.values(), *listing.places.values()):
+                headers[name] = listing.read(name, read_model_states)
+    for name in (*listing.layers.values(), *listing.experts.values(), *listing.ep_optim.values()):
         with collected(faults):
             listing.read(name, read_entries)
-            found[name] = None
-    return found
+            headers[name] = None
+    return headers
 
 
-def _of_kinds(heads: Iterable[ModelStates | OptimStates | None]) -> tuple[list[ModelStates], list[OptimStates]]:
-    found = list(heads)
-    return [one for one in found if isinstance(one, ModelStates)], [
-        one for one in found if isinstance(one, OptimStates)
+def _by_kind(heads: Iterable[ModelStates | OptimStates | None]) -> tuple[list[ModelStates], list[OptimStates]]:
+    headers = list(heads)
+    return [header for header in headers if isinstance(header, ModelStates)], [
+        header for header in headers if isinstance(header, OptimStates)
     ]
 
 
 def _open_shards(checkpoint: ZeroCheckpoint, readable: Collection[str], faults: list[Fault]) -> None:
-    """Open every shard of the checkpoint, of `readable` ones if there are such; compare what they say and hold."""
+    """Open every shard of the checkpoint, or only `readable` ones, if any; compare what they say and hold."""
     shards, folder = ZeroShards(checkpoint=checkpoint), checkpoint.listing.folder
-    found = checkpoint.listing.model.items()
-    families = {MODEL: {rank: name for rank, name in found if rank < checkpoint.dp or checkpoint.rows}}
+    model_files = checkpoint.listing.model.items()
+    families = {MODEL: {rank: name for rank, name in model_files if rank < checkpoint.dp or checkpoint.tp_models}}
     for column in checkpoint.columns:
         families.setdefault(column.family, {}).update(enumerate(column.files, column.begin))
     for family, files in families.items():
@@ -179,11 +179,11 @@ def _open_shards(checkpoint: ZeroCheckpoint, readable: Collection[str], faults: 
                 if files[rank] and (not readable or files[rank] in readable):
                     shards.buffers(family, rank)
     faults += compare_signatures(shards.signatures, folder)
-    faults += compare_prints(shards.prints, folder)
+    faults += compare_checksums(shards.checksums, folder)
 
 
 def _open_tensors(checkpoint: ZeroCheckpoint, faults: list[Fault]) -> Scalars:
-    """Open every tensor of a universal checkpoint, note the states that it lacks, and read its scalars."""
+    """Open every tensor of a universal checkpoint, add its missing states to `faults`, and return its scalars."""
     universal = checkpoint.universal
     if universal is None:
         return {}
@@ -191,15 +191,15 @@ def _open_tensors(checkpoint: ZeroCheckpoint, faults: list[Fault]) -> Scalars:
     for placement in universal.placements:
         if placement.numel:
             index.open(placement.family, 0)
-    faults += [*index.faults, *universal.incomplete]
+    faults += [*index.faults, *universal.missing_states]
     values = (value for group in universal.common.groups for value in group.values())
     return _scalars(universal.common, values, faults)
 
 
 def _read_tensors(listing: Listing, model: ModelStates, faults: list[Fault]) -> None:
-    """Read every tensor's file of a universal checkpoint that cannot be opened whole."""
-    files, wrong = list_states(listing.folder, [n for n, shape in model.trainable.items() if prod(shape)])
-    faults += wrong
+    """Read every tensor's file of a universal checkpoint that cannot be opened as a whole."""
+    files, folder_faults = list_states(listing.folder, [n for n, shape in model.trainable.items() if prod(shape)])
+    faults += folder_faults
     for path, kind in ((state_file(name, kind), kind) for name, kinds in files.items() for kind in kinds):
         with collected(faults):
             read_state(listing.path(path), kind)
@@ -208,15 +208,15 @@ def _read_tensors(listing: Listing, model: ModelStates, faults: list[Fault]) -> 
 def _scalars(
     file: ModelStates | OptimStates | CommonState | None, values: Iterable[object], faults: list[Fault]
 ) -> Scalars:
-    """The tensors of one element among `values`, which lie in `file`."""
+    """Return the one-element tensors among `values`, which lie in `file`."""
     if file is not None:
         with collected(faults):
             return read_scalars(file.path, single_elements(values))
     return {}
 
 
-def _values(optim: OptimStates | None) -> Iterator[object]:
-    """What may be a tensor of one element in an optimizer file: hyper-parameters."""
+def _group_values(optim: OptimStates | None) -> Iterator[object]:
+    """Yield the hyper-parameters of an optimizer file, which may be one-element tensors."""
     for group in (optim.groups or ()) if optim is not None else ():
         yield from group.values()
 
@@ -230,11 +230,11 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
 
 
 def describe_survey(found: Survey, *, tag: str) -> Inspection:
-    """What the files tell; where the optimizer's could not be read, what the model file says of them."""
+    """Return the report of a survey; if no optimizer file could be read, by the model file's configuration."""
     model, optim, grid = found.model, found.optim, found.grid
-    said = model.config if model is not None else optim.config if optim is not None else None
-    config = said if isinstance(said, dict) else {}
-    stage0, name = torch_optimizer(model), section(config, "optimizer").get("type")
+    saved_config = model.config if model is not None else optim.config if optim is not None else None
+    config = saved_config if isinstance(saved_config, dict) else {}
+    stage0, optimizer_name = torch_optimizer(model), section(config, "optimizer").get("type")
     return Inspection(
         format="DeepSpeed universal" if found.listing.universal else "DeepSpeed ZeRO",
         folder=found.listing.folder,
@@ -243,12 +243,12 @@ def describe_survey(found: Survey, *, tag: str) -> Inspection:
         stage=_stage(found, config),
         wrapper=_wrapper(found),
         dp=found.dp,
-        optimizer=name if isinstance(name, str) else None,  # of one that DeepSpeed built; a script may pass its own
+        optimizer=optimizer_name if isinstance(optimizer_name, str) else None,  # unless the script passed one
         states=_states_of(found, stage0),
         groups=_groups_of(found, stage0),
         steps=_steps(found, stage0),
         arrangement=_arrangement(found, config),
-        parameters=tuple(_parameters(model, _members(found), found.divided)) if model is not None else (),
+        parameters=tuple(_parameters(model, _group_by_parameter(found), found.divided)) if model is not None else (),
         files=tuple(_files(found.listing, found.dp)),
         faults=found.faults,
         tp=grid and grid.tp,
@@ -262,7 +262,8 @@ def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
         return found.optim.stage
     stage = section(config, "zero_optimization").get("stage")
     if found.universal is not None:
-        return stage if found.universal.common.own and isinstance(stage, int) else found.universal.common.stage
+        common = found.universal.common
+        return stage if common.by_ds_reshard and isinstance(stage, int) else common.stage
     if found.listing.partitioned_model:
         return 3
     if found.model is None:
@@ -284,41 +285,41 @@ def _wrapper(found: Survey) -> str | None:
 
 def _states_of(found: Survey, stage0: Mapping[str, object]) -> tuple[StateEntry, ...]:
     if found.universal is not None:
-        placed = ((placement.key.kind, placement.dtype) for placement in found.universal.placements)
-        return states_of(placed, found.universal.facts.scalars.values())
+        kinds = ((placement.key.kind, placement.dtype) for placement in found.universal.placements)
+        return states_of(kinds, found.universal.facts.scalars.values())
     if found.optim is not None:
-        held = ((("fp32", p.fp32), *p.states.items(), *p.wholes.items()) for p in found.optim.partitions)
-        tensors = ((kind, tensor.dtype) for of_partition in held for kind, tensor in of_partition)
+        items = ((("fp32", p.fp32), *p.states.items(), *p.full_states.items()) for p in found.optim.partitions)
+        tensors = ((kind, tensor.dtype) for of_partition in items for kind, tensor in of_partition)
         return states_of(tensors, (p.scalars for p in found.optim.partitions))
     numbered = [(str(kind), value) for state in states(stage0) for kind, value in state.items()]
-    apart = [(kind, one.dtype) for kind, one in numbered if isinstance(one, TensorRecord) and kind != "step"]
-    single = ({kind: one} for kind, one in numbered if not isinstance(one, TensorRecord) or kind == "step")
-    return states_of([*(("fp32", tensor.dtype) for tensor in masters(found.model)), *apart], single)
+    types = [(kind, value.dtype) for kind, value in numbered if isinstance(value, TensorRecord) and kind != "step"]
+    scalars = ({kind: value} for kind, value in numbered if not isinstance(value, TensorRecord) or kind == "step")
+    return states_of([*(("fp32", tensor.dtype) for tensor in masters(found.model)), *types], scalars)
 
 
 def _groups_of(found: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry, ...]:
-    """By numbers where no file names members: of a stage-0 optimizer, and where the files contradict each other."""
+    """Return the param groups; members are numbers if no file names them, or if the files contradict each other."""
     shapes, optim = found.model.trainable if found.model is not None else {}, found.optim
     groups: list[tuple[Sequence[str], Mapping[str, object] | None]]
     if found.universal is not None:
         groups = [(group.members, group.hyperparameters) for group in found.universal.facts.groups]
     elif optim is not None:
-        held = _matching_shapes(found.model, optim)
-        shapes = shapes if held else {}
-        values = optim.groups or [None] * len(optim.members)
-        names = ([name for i in of for name in held[i]] if held else [*map(str, of)] for of in optim.members)
-        groups = list(zip(names, values, strict=True))
+        buffers = _matching_shapes(found.model, optim)
+        shapes = shapes if buffers else {}
+        hyper = optim.groups or [None] * len(optim.members)
+        names = ([name for i in of for name in buffers[i]] if buffers else [*map(str, of)] for of in optim.members)
+        groups = list(zip(names, hyper, strict=True))
     else:
         groups = []
         for group in param_groups(stage0):
             numbers = group.get("params")
-            told = {name: value for name, value in group.items() if name != "params"}
-            groups.append(([*map(str, numbers)] if isinstance(numbers, list) else [], told))
+            values = {name: value for name, value in group.items() if name != "params"}
+            groups.append(([*map(str, numbers)] if isinstance(numbers, list) else [], values))
     return group_entries(groups, shapes, found.scalars)
 
 
 def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """The members of each flat buffer; none where the files contradict each other (a fault says so)."""
+    """Return the members of each flat buffer; empty if the files contradict each other, which a fault says."""
     shapes = model.param_shapes if model is not None else None
     return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
 
@@ -334,18 +335,18 @@ def _steps(found: Survey, stage0: Mapping[str, object]) -> Steps:
 
 
 def _optimizer_steps(found: Survey, stage0: Mapping[str, object]) -> Iterator[object]:
-    """`step` of the states, of the param groups (DeepSpeed's fused optimizers), and of elastic checkpoints."""
+    """Yield the steps in states, in param groups (DeepSpeed's fused optimizers) and in elastic checkpoints."""
     optim = found.optim
-    said: list[object] = [state.get("step") for state in states(stage0)]
-    said += [group.get("step") for group in param_groups(stage0)]
+    values: list[object] = [state.get("step") for state in states(stage0)]
+    values += [group.get("step") for group in param_groups(stage0)]
     if optim is not None:
-        said += [partition.scalars.get("step") for partition in optim.partitions]
-        said += [group.get("step") for group in optim.groups or ()]
-        said.append(optim.entries.get("base_optimizer_state_step"))
+        values += [partition.scalars.get("step") for partition in optim.partitions]
+        values += [group.get("step") for group in optim.groups or ()]
+        values.append(optim.entries.get("base_optimizer_state_step"))
     if found.universal is not None:
-        said += [scalars.get("step") for scalars in found.universal.facts.scalars.values()]
-        said += [group.get("step") for group in found.universal.common.groups]
-    for value in said:
+        values += [scalars.get("step") for scalars in found.universal.facts.scalars.values()]
+        values += [group.get("step") for group in found.universal.common.groups]
+    for value in values:
         number = plain(value, found.scalars)
         if isinstance(number, float) and number.is_integer():
             number = int(number)
@@ -375,15 +376,15 @@ def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
 def _parameters(
     model: ModelStates, group_of: Mapping[str, int], divided: Mapping[str, str]
 ) -> Iterator[ParameterEntry]:
-    """Every entry of the module's state, then what is known by shape alone (stage 3, excluded weights)."""
+    """Yield every entry of the module, then parameters known only by shape (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
-    owners: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
+    first_names: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
     for name in dict.fromkeys((*model.module, *trainable, *frozen)):
         tensor = model.module.get(name)
         tied = model.shared.get(name)
         if tensor is not None and tensor.numel:
-            place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape)
-            first = owners.setdefault(place, name)
+            location = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape)
+            first = first_names.setdefault(location, name)
             tied = tied or (first if first != name else None)
         owner = tied or name
         if name in model.buffer_names:
@@ -391,9 +392,9 @@ def _parameters(
         elif owner in trainable:
             role = "trainable"
         else:
-            # Stage 1 saves no frozen_param_shapes: what is neither a buffer nor in a param group is frozen.
-            told = model.param_shapes is not None and (owner in frozen or (tensor is not None and tensor.numel))
-            role = "frozen" if told else "parameter"
+            # Stage 1 saves no frozen_param_shapes: a tensor that is neither a buffer nor in a param group is frozen.
+            is_known = model.param_shapes is not None and (owner in frozen or (tensor is not None and tensor.numel))
+            role = "frozen" if is_known else "parameter"
         shape = trainable.get(owner) or frozen.get(owner) or (tensor.shape if tensor is not None else ())
         dtype = tensor.dtype.label if tensor is not None else None
         yield ParameterEntry(
@@ -407,8 +408,8 @@ def _parameters(
         )
 
 
-def _members(found: Survey) -> dict[str, int]:
-    """The param group of each parameter that is trained."""
+def _group_by_parameter(found: Survey) -> dict[str, int]:
+    """Return the number of the param group of each trained parameter."""
     if found.universal is not None:
         return {name: g for g, group in enumerate(found.universal.facts.groups) for name in group.members}
     optim = found.optim
@@ -416,7 +417,7 @@ def _members(found: Survey) -> dict[str, int]:
     if optim is None or not shapes:
         return {}
     pairs = [(name, g) for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]]
-    return dict(reversed(pairs))  # of what several stages have, the first's
+    return dict(reversed(pairs))  # if several stages have a parameter, the first stage's group counts
 
 
 def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
@@ -426,6 +427,6 @@ def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:
             for rank, name in files.items():
                 roles[name] = "unused" if dp is not None and rank >= dp else role
     roles |= dict.fromkeys((*listing.layers.values(), *listing.experts.values()), "model")
-    roles |= dict.fromkeys((*listing.places.values(), *(n for n in listing.nbytes if "/" in n)), "optimizer")
+    roles |= dict.fromkeys((*listing.ep_optim.values(), *(n for n in listing.nbytes if "/" in n)), "optimizer")
     for name in sorted(listing.nbytes):
         yield FileEntry(name=name, nbytes=listing.nbytes[name], role=roles.get(name, "other"))

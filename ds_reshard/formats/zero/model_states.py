@@ -22,11 +22,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, kw_only=True)  # not slotted: what is made of all names is asked for by tensor, and kept
 class ModelStates:
-    """What a model file says; `entries` is the whole top level, as records.
+    """The header of one model file; `entries` is the whole top level, as records.
 
-    `param_shapes` lists, per param group (per sub-group at stage 3), the trainable parameters in the
-    order of the flat buffers: the one truth about that order. None at stage 0. `versions` are what torch's state dicts
-    say of each module, by its name, beside their entries.
+    `param_shapes` lists, per param group (per sub-group at stage 3), the trainable parameters in the order of the flat
+    buffers: only it has that order. None at stage 0. `versions` are the modules' versions in torch's state dicts, by
+    name.
     """
 
     path: str
@@ -43,45 +43,45 @@ class ModelStates:
     renamed: bool = False
     versions: Mapping[str, object] = field(default_factory=dict)
 
-    def under(self, new: Mapping[str, str]) -> ModelStates:
-        """The same with other names of parameters and buffers, in the same order."""
+    def with_names(self, new: Mapping[str, str]) -> ModelStates:
+        """Return the same with other names of parameters and buffers, in the same order."""
 
-        def named(of: Mapping[str, Value]) -> dict[str, Value]:
-            return {new.get(name, name): value for name, value in of.items()}
+        def renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
+            return {new.get(name, name): value for name, value in entries.items()}
 
         return replace(
             self,
-            module=named(self.module),
-            objects=named(self.objects),
+            module=renamed(self.module),
+            objects=renamed(self.objects),
             buffer_names=frozenset(new.get(name, name) for name in self.buffer_names),
-            param_shapes=tuple(map(named, self.param_shapes)) if self.param_shapes is not None else None,
-            frozen_shapes=named(self.frozen_shapes),
-            frozen_fragments=named(self.frozen_fragments),
-            shared={name: new.get(first, first) for name, first in named(self.shared).items()},
+            param_shapes=tuple(map(renamed, self.param_shapes)) if self.param_shapes is not None else None,
+            frozen_shapes=renamed(self.frozen_shapes),
+            frozen_fragments=renamed(self.frozen_fragments),
+            shared={name: new.get(first, first) for name, first in renamed(self.shared).items()},
             versions={**self.versions, **self._renamed_versions(new)},
             renamed=True,
         )
 
     def _renamed_versions(self, new: Mapping[str, str]) -> dict[str, object]:
-        """The versions of modules whose tensors keep their own last names."""
+        """Return the versions of modules whose tensors keep the last part of their names."""
         ends = [(old.rpartition("."), name.rpartition(".")) for old, name in new.items()]
         same = {name[0]: old[0] for old, name in ends if old[2] == name[2]}
         return {module: self.versions[old] for module, old in same.items() if old in self.versions}
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
-        """Every trainable parameter's shape; empty at stage 0."""
+        """Return every trainable parameter's shape; empty at stage 0."""
         return {name: shape for group in self.param_shapes or () for name, shape in group.items()}
 
     @property
     def config(self) -> Mapping[str, object]:
-        """The saved DeepSpeed config, empty where it was not saved as a dict."""
-        said = self.entries.get("ds_config")
-        return said if isinstance(said, dict) else {}
+        """Return the saved DeepSpeed config, empty if it was not saved as a dict."""
+        saved = self.entries.get("ds_config")
+        return saved if isinstance(saved, dict) else {}
 
     @property
     def in_fp16(self) -> bool:
-        """Whether the saved run trained in fp16, and so scaled its loss."""
+        """True if the saved run trained in fp16, and so scaled its loss."""
         return ElementType.FLOAT16 in self._types
 
     @cached_property
@@ -91,30 +91,30 @@ class ModelStates:
 
     @cached_property
     def quantized(self) -> frozenset[str]:
-        """Frozen parameters of which stage 3 saved what it holds, quantized, and not the scales that belong to it.
+        """Return frozen parameters that stage 3 saved quantized, without the scales that belong to them.
 
-        (`zero_quantized_nontrainable_weights`; `_get_param_fragment_func`, runtime/engine.py, 0.19.8.) The entry of the
-        module, which is empty, has the parameter's own type.
+        (`zero_quantized_nontrainable_weights`; `_get_param_fragment_func`, runtime/engine.py, 0.19.8.) Their empty
+        entries in the module have the parameters' types.
         """
         fragments = [(name, part.dtype) for name, part in self.frozen_fragments.items() if name in self.module]
-        return frozenset(name for name, dtype in fragments if dtype in _SMALL and self.module[name].dtype is not dtype)
+        return frozenset(n for n, dtype in fragments if dtype in _QUANTIZED and self.module[n].dtype is not dtype)
 
     @property
-    def lagging(self) -> bool:
-        """Whether masters lag behind the weights: ZenFlow steps the columns that it selects in the weights alone.
+    def masters_lag(self) -> bool:
+        """True if masters lag behind the weights: ZenFlow steps the columns that it selects in the weights alone.
 
         The masters follow at its next selection (`sync_fp32_param_from_gpu`, runtime/zenflow, 0.19.8).
         """
         return section(self.config, "zero_optimization").get("zenflow") is not None
 
 
-_SMALL = (ElementType.INT8, ElementType.UINT8)
-QUANTIZED = "was saved quantized, and the scales that belong to it are in no file"
-LAGGING = "was saved under ZenFlow: masters lag behind the weights that it steps alone, whose moments are in no file"
+_QUANTIZED = (ElementType.INT8, ElementType.UINT8)
+QUANTIZED = "was saved quantized, and its scales are in no file"
+LAGGING = "was saved under ZenFlow: some masters lag behind their weights, whose moments are in no file"
 
 
 def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
-    """A section of a config, empty where it is none."""
+    """Return a section of a config, empty if it is missing or no dict."""
     found = config.get(name)
     return found if isinstance(found, dict) else {}
 
@@ -122,97 +122,97 @@ def section(config: Mapping[str, object], name: str) -> Mapping[str, object]:
 def read_model_states(path: str, stem: str) -> ModelStates:
     """Read one model file: directory and pickle only.
 
-    Raises CheckpointDamaged when the file is not what its name says, or lacks what every DeepSpeed model
-    file has.
+    Raises CheckpointDamaged if it is not what its name says, or lacks an entry that every DeepSpeed model file has.
     """
     return _model_states(path, read_entries(path, stem))
 
 
-_KEPT_TENSORS = 1 << 15
-Made = TypeVar("Made")
+_CACHED_TENSORS = 1 << 15
+Result = TypeVar("Result")
 
 
-class Kept(Generic[Made]):
-    """What was made of the last values, by their identity: of so many as name 32,768 tensors together, or of one.
+class IdentityCache(Generic[Result]):
+    """Results made from recent values, by the values' identity. Thread-safe.
 
-    Any thread may ask.
+    The newest results are kept, up to 32,768 tensors together, or a single larger one.
     """
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[object, int, Made]] = {}
+        self._made: dict[int, tuple[object, int, Result]] = {}
         self._lock = threading.Lock()
 
-    def of(self, value: object, tensors: int, make: Callable[[], Made]) -> Made:
-        """What `make` gives for a value that names so many tensors, or gave for it before."""
+    def get(self, value: object, tensors: int, make: Callable[[], Result]) -> Result:
+        """Return what `make` returns for this value, or returned before; the value names this many tensors."""
         with self._lock:
-            found = self._made.get(id(value))
-        if found is None:
-            found = value, tensors, make()  # with the value: an identity is its own only while it lives
+            entry = self._made.get(id(value))
+        if entry is None:
+            entry = value, tensors, make()  # holds the value: an id is unique only while its object lives
             with self._lock:
-                self._made[id(value)] = found
-                while sum(kept[1] for kept in self._made.values()) > max(tensors, _KEPT_TENSORS):
+                self._made[id(value)] = entry
+                while sum(cached[1] for cached in self._made.values()) > max(tensors, _CACHED_TENSORS):
                     del self._made[next(iter(self._made))]
-        return found[2]
+        return entry[2]
 
 
 class ModelFiles:
-    """Reads the model files of one save; what ranks say alike is read once."""
+    """Reads the model files of one save; entries that ranks share are read once."""
 
     def __init__(self) -> None:
         self._twins = Twins()
-        self._states = Kept[ModelStates]()
+        self._states = IdentityCache[ModelStates]()
 
     def read(self, path: str, stem: str) -> ModelStates:
-        """As `read_model_states`; values may be those of a file that was read before and says the same."""
-        top = read_entries(path, stem, self._twins)
-        module = top.get("module")
+        """Read as `read_model_states` does; equal values may be the objects of a file that was read before."""
+        entries = read_entries(path, stem, self._twins)
+        module = entries.get("module")
         tensors = len(module) if isinstance(module, dict) else 0
-        return replace(self._states.of(top, tensors, lambda: _model_states(path, top)), path=path)
+        return replace(self._states.get(entries, tensors, lambda: _model_states(path, entries)), path=path)
 
 
-def _model_states(path: str, top: Mapping[str, object]) -> ModelStates:
+def _model_states(path: str, entries: Mapping[str, object]) -> ModelStates:
     faults = [
-        damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(top)[:8]}")
+        damaged(path, f"has no entry {key!r}", "a DeepSpeed model file", f"entries {sorted(entries)[:8]}")
         for key in ("module", "dp_world_size", "global_steps")
-        if key not in top
+        if key not in entries
     ]
-    module = top.get("module") or {}
+    module = entries.get("module") or {}
     if not isinstance(module, dict):
         faults.append(damaged(path, "entry 'module' is not a state dict", "a dict", type(module).__name__))
     raise_faults(faults, subject="reading a checkpoint")
     assert isinstance(module, dict)
-    shared = {str(k): text_of(v) for k, v in _mapping(path, "shared_params", top.get("shared_params") or {}).items()}
+    shared_params = _mapping(path, "shared_params", entries.get("shared_params") or {})
+    shared = {str(name): text_of(first) for name, first in shared_params.items()}
     tensors = {name: value for name, value in module.items() if isinstance(value, TensorRecord)}
     # exclude_frozen_parameters leaves out a frozen weight by its first name alone (`module_state_dict` in
     # runtime/engine.py, 0.19.8): at stage 3 its second name stands for something that is in no file.
-    left = {name for name, value in tensors.items() if not value.numel and shared.get(name, name) not in module}
+    unsaved = {name for name, value in tensors.items() if not value.numel and shared.get(name, name) not in module}
     return ModelStates(
         path=path,
-        entries=top,
-        module={name: value for name, value in tensors.items() if name not in left},
+        entries=entries,
+        module={name: value for name, value in tensors.items() if name not in unsaved},
         objects={name: value for name, value in module.items() if not isinstance(value, TensorRecord)},
-        buffer_names=frozenset(_texts(path, top.get("buffer_names") or ())),
-        param_shapes=_groups(path, top.get("param_shapes")),
-        frozen_shapes=_shapes(path, "frozen_param_shapes", top.get("frozen_param_shapes") or {}),
-        frozen_fragments=_tensors(path, top.get("frozen_param_fragments") or {}),
+        buffer_names=frozenset(_texts(path, entries.get("buffer_names") or ())),
+        param_shapes=_groups(path, entries.get("param_shapes")),
+        frozen_shapes=_shapes(path, "frozen_param_shapes", entries.get("frozen_param_shapes") or {}),
+        frozen_fragments=_tensors(path, entries.get("frozen_param_fragments") or {}),
         shared=shared,
-        dp=positive(path, "dp_world_size", top["dp_world_size"]),
-        version=text_of(top.get("ds_version", "unknown")),
+        dp=positive(path, "dp_world_size", entries["dp_world_size"]),
+        version=text_of(entries.get("ds_version", "unknown")),
         versions={str(k): v for k, v in _mapping(path, "module", getattr(module, "_metadata", {})).items()},
     )
 
 
 def read_entries(path: str, stem: str, twins: Twins | None = None) -> Mapping[str, object]:
-    """The top level of a model file, as records; CheckpointDamaged where it has none."""
+    """Return the top level of a model file, as records; raises CheckpointDamaged if it has none."""
     with open_archive(path) as archive:
         check_root(path, stem, archive.root)
-        top = archive.load(twins=twins)
-    if not isinstance(top, dict) or not all(isinstance(key, str) for key in top):
+        entries = archive.load(twins=twins)
+    if not isinstance(entries, dict) or not all(isinstance(key, str) for key in entries):
         raise error_of(
-            [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(top).__name__)],
+            [damaged(path, "is not a DeepSpeed model file", "a dict of entries", type(entries).__name__)],
             subject="reading a checkpoint",
         )
-    return top
+    return entries
 
 
 def _texts(path: str, value: object) -> Sequence[str]:

@@ -1,8 +1,8 @@
-"""One `*optim_states.pt` file: a rank's share of the flat optimizer state, and what it says about it.
+"""One `*optim_states.pt` file: a rank's share of the flat optimizer state, and its other entries.
 
 Layouts from deepspeed 0.19.8: `DeepSpeedZeroOptimizer.state_dict` (runtime/zero/stage_1_and_2.py),
-`BF16_Optimizer.state_dict` (runtime/bf16_optimizer.py), `_rigid_state_dict` (runtime/zero/stage3.py).
-A bf16 stage-1 run may be of either of the first two classes with the same file name: the keys tell.
+`BF16_Optimizer.state_dict` (runtime/bf16_optimizer.py), `_rigid_state_dict` (runtime/zero/stage3.py). A bf16 stage-1
+run may have either of the first two classes under the same file name: the keys tell them apart.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from ds_reshard.model.facts import Scalar, ScalarTensor, canonical, describe, te
 from ds_reshard.model.records import ObjectRecord, TensorRecord
 
 STATE = "state "
-"""Marks what a signature says of scalar states other than the step, which an optimizer may keep per rank."""
-_OF_RUN = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum"})
-"""Fractions in a param group that are alike on all ranks. Prodigy has its `d_numerator` there, which each rank counts
-over its own part of the buffer (`Prodigy.step`, prodigyopt 1.1.2)."""
+"""Prefix of a signature's keys for scalar states other than the step, which an optimizer may keep per rank."""
+_SAME_ON_ALL_RANKS = frozenset({"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum"})
+"""Floats in a param group that are equal on all ranks. Prodigy's `d_numerator` is not: each rank sums it over its part
+of the buffer (`Prodigy.step`, prodigyopt 1.1.2)."""
 PARTITION_GROUPS = "ds_zero_partition_groups"
-"""Of stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
+"""At stage 3 with AutoEP: the ranks that share each sub-group (`_zero3_partition_group_metadata`, 0.19.8)."""
 _MOMENTUM = "momentum_buffer"
 RESERVED = frozenset({"weight", "fp32", "module", "frozen"})
-"""Names that no state may have: those of weights and masters, and of buffers of model files."""
+"""Names that no state may have: they are used for weights, masters, and buffers of model files."""
 _CONFIG = ("optimizer", "scheduler", "zero_optimization", "bf16", "fp16", "data_types")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """One flat buffer's share in a shard: fp32 masters, states that follow it, and its scalar states.
+    """One flat buffer's share in a shard: fp32 masters, states of the same shape, and scalar states.
 
-    At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `unfollowed` describes states that are
-    neither flat nor one value: kept as they are by the layout that was saved, unknown to any other. Of these, `wholes`
-    have each parameter that the partition has a part of, whole, as Muon's momentum does.
+    At stages 1 and 2 there is one per param group, at stage 3 one per sub-group. `unreshardable` describes states that
+    are neither flat nor one value: only the saved layout can load them. Of these, `full_states` hold each parameter
+    that overlaps the partition whole, as Muon's momentum does.
     """
 
     fp32: TensorRecord
     states: Mapping[str, TensorRecord]
     scalars: Mapping[str, Scalar]
-    unfollowed: Mapping[str, str]
+    unreshardable: Mapping[str, str]
     alignment: tuple[int, ...] | None
-    wholes: Mapping[str, TensorRecord] = field(default_factory=dict)
+    full_states: Mapping[str, TensorRecord] = field(default_factory=dict)
 
     @property
-    def whole_kinds(self) -> frozenset[str]:
-        """The states of whole parameters that are read, as `with_wholes` says."""
-        return frozenset(self.wholes.keys() - self.unfollowed.keys())
+    def full_param_kinds(self) -> frozenset[str]:
+        """Return the states of whole parameters that are read (see `with_full_param_states`)."""
+        return frozenset(self.full_states.keys() - self.unreshardable.keys())
 
     @property
     def padded_numel(self) -> int:
@@ -58,11 +58,11 @@ class Partition:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimStates:
-    """What one optimizer file says.
+    """The header of one optimizer file.
 
-    `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer) or "zero3"; `groups` the hyper-parameters
-    per param group (None when elastic); `members` the partitions of each param group. `counts` are the ranks that share
-    each flat buffer: fewer than `partition_count` where its parameters are experts.
+    `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer) or "zero3"; `groups` the hyper-parameters per param group
+    (None when elastic); `members` the partitions of each param group. `counts` are the numbers of ranks that share each
+    flat buffer: fewer than `partition_count` if its parameters are experts.
     """
 
     path: str
@@ -79,33 +79,30 @@ class OptimStates:
     config: object
 
     def signature(self) -> dict[str, str]:
-        """What every shard of one checkpoint says alike, as comparable text."""
-        said = {
+        """Return the values that every shard of one checkpoint has in common, as text."""
+        texts = {
             "ZeRO stage": str(self.stage),
             "optimizer wrapper": self.kind,
             "partition count": str(self.counts),
             "DeepSpeed version": self.version,
-            "saved DeepSpeed config": canonical(_compared(self.config)),
+            "saved DeepSpeed config": canonical(_comparable_config(self.config)),
             "elastic": str(self.elastic),
         }
-        for g, partition in enumerate(self.partitions):
-            said[f"states of partition {g}"] = ",".join(
+        for number, partition in enumerate(self.partitions):
+            texts[f"states of partition {number}"] = ",".join(
                 sorted(f"{name}:{state.dtype.label}" for name, state in partition.states.items())
             )
             for name, scalar in partition.scalars.items():
-                said[f"{name if name == 'step' else STATE + name} of partition {g}"] = canonical(scalar)
-        for g, group in enumerate(self.groups or ()):
+                texts[f"{name if name == 'step' else STATE + name} of partition {number}"] = canonical(scalar)
+        for number, group in enumerate(self.groups or ()):
             for name, value in group.items():
-                by_rank = isinstance(value, float) and name not in _OF_RUN
-                said[f"{STATE if by_rank else ''}{name} of param group {g}"] = canonical(value)
-        return said
+                may_differ = isinstance(value, float) and name not in _SAME_ON_ALL_RANKS
+                texts[f"{STATE if may_differ else ''}{name} of param group {number}"] = canonical(value)
+        return texts
 
 
 def read_optim_states(path: str, stem: str) -> OptimStates:
-    """Read one optimizer file: directory, pickle and scalar states only.
-
-    Raises CheckpointDamaged when the file is not one of DeepSpeed's optimizer layouts.
-    """
+    """Read one optimizer file: directory, pickle and scalar states. Raises CheckpointDamaged for other layouts."""
     with open_archive(path) as archive:
         check_root(path, stem, archive.root)
         top = archive.load()
@@ -139,9 +136,9 @@ def _flat_groups(
         padded = tensor.numel + paddings[g] if kind == "zero" else tensor.numel
         alignment = _alignment(path, alignments, g)
         partitions.append(_partition(path, archive, g, tensor, states.get(g, {}), padded, alignment))
-    partitions = _with_own(partitions, base)
-    said = entries.get("partition_count")
-    counts = [positive(path, "partition_count", n) for n in (said if isinstance(said, list) else [said] * len(fp32))]
+    partitions = _with_optimizer_values(partitions, base)
+    saved = entries.get("partition_count")
+    counts = [positive(path, "partition_count", n) for n in (saved if isinstance(saved, list) else [saved] * len(fp32))]
     if len(counts) != len(fp32):
         raise fail(path, "entry 'partition_count' is malformed", f"{len(fp32)} numbers", f"{len(counts)}")
     return OptimStates(
@@ -151,7 +148,7 @@ def _flat_groups(
         elastic=elastic,
         partition_count=max(counts),
         counts=tuple(counts),
-        partitions=_muons(partitions, states, groups, members, counts, top.get("ds_config"))
+        partitions=_separate_muon_momentum(partitions, states, groups, members, counts, top.get("ds_config"))
         if kind == "zero"
         else tuple(partitions),
         groups=groups,
@@ -167,7 +164,7 @@ def sub_groups(
 ) -> OptimStates:
     fp32 = _tensors(path, "fp32_flat_groups", entries["fp32_flat_groups"])
     states, groups, members = torch_state(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
-    if sorted(i for m in members for i in m) != list(range(len(fp32))):
+    if sorted(number for m in members for number in m) != list(range(len(fp32))):
         raise fail(path, "param groups and sub-groups differ", f"{len(fp32)} sub-groups", str(members))
     partitions = [
         _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
@@ -180,7 +177,7 @@ def sub_groups(
         elastic=False,
         partition_count=count,
         counts=_sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32)),
-        partitions=tuple(_with_own(partitions, entries.get("optimizer_state_dict"))),
+        partitions=tuple(_with_optimizer_values(partitions, entries.get("optimizer_state_dict"))),
         groups=groups,
         members=members,
         entries=entries,
@@ -189,13 +186,13 @@ def sub_groups(
     )
 
 
-def _sub_group_counts(path: str, said: object, count: int, number: int) -> tuple[int, ...]:
-    """The ranks that share each sub-group: fewer than all where its parameters are experts."""
-    if said is None:
+def _sub_group_counts(path: str, value: object, count: int, number: int) -> tuple[int, ...]:
+    """Return the number of ranks that share each sub-group: fewer than all if its parameters are experts."""
+    if value is None:
         return (count,) * number
-    if not isinstance(said, list) or len(said) != number or not all(isinstance(one, dict) for one in said):
-        raise fail(path, f"entry {PARTITION_GROUPS!r} is malformed", f"{number} sub-groups", keys_of(said))
-    return tuple(positive(path, PARTITION_GROUPS, one.get("partition_count")) for one in said)
+    if not isinstance(value, list) or len(value) != number or not all(isinstance(entry, dict) for entry in value):
+        raise fail(path, f"entry {PARTITION_GROUPS!r} is malformed", f"{number} sub-groups", keys_of(value))
+    return tuple(positive(path, PARTITION_GROUPS, entry.get("partition_count")) for entry in value)
 
 
 States = dict[int, Mapping[str, object]]
@@ -204,7 +201,7 @@ Members = tuple[tuple[int, ...], ...]
 
 
 def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, Members]:
-    """A torch optimizer's state_dict: states by index, groups, and the indices of each group."""
+    """Return a torch optimizer's states by index, its groups, and the indices of each group."""
     if not isinstance(value, dict) or not isinstance(value.get("state"), dict):
         raise fail(
             path, f"entry {entry!r} is not a torch optimizer state", "'state' and 'param_groups'", keys_of(value)
@@ -217,17 +214,17 @@ def torch_state(path: str, entry: str, value: object) -> tuple[States, Groups, M
     states: States = {}
     for index, state in value["state"].items():
         if isinstance(index, str):
-            continue  # of `own_values`
+            continue  # listed by `optimizer_values`
         if not isinstance(index, int) or not isinstance(state, dict):
             raise fail(path, f"entry {entry!r} has malformed states", "dicts by index", f"{index!r}")
         states[index] = state
     members = tuple(tuple(_index(path, i) for i in g["params"]) for g in groups)
-    hyper = tuple({str(k): v for k, v in g.items() if k != "params"} for g in groups)
-    return states, hyper, members
+    values = tuple({str(k): v for k, v in g.items() if k != "params"} for g in groups)
+    return states, values, members
 
 
-def own_values(value: object) -> dict[str, str]:
-    """What a torch optimizer keeps beside the states of its parameters and their groups, and how it keeps it.
+def optimizer_values(value: object) -> dict[str, str]:
+    """Return what a torch optimizer keeps besides its parameters' states and groups, by name, with a description.
 
     MADGRAD counts its steps in `state["k"]` (madgrad/madgrad.py, 1.3); others add an entry to their `state_dict`.
     """
@@ -238,17 +235,17 @@ def own_values(value: object) -> dict[str, str]:
     return dict.fromkeys(names, "a value of the optimizer itself")
 
 
-def _with_own(partitions: Sequence[Partition], value: object) -> list[Partition]:
-    """The partitions, the first of which says what the optimizer keeps of itself, too."""
-    own = own_values(value)
+def _with_optimizer_values(partitions: Sequence[Partition], value: object) -> list[Partition]:
+    """Return the partitions; the first one also lists the optimizer's own values as unreshardable."""
+    values = optimizer_values(value)
     return [
-        replace(one, unfollowed={**one.unfollowed, **own}) if own and not number else one
-        for number, one in enumerate(partitions)
+        replace(partition, unreshardable={**partition.unreshardable, **values}) if values and not number else partition
+        for number, partition in enumerate(partitions)
     ]
 
 
 def _elastic(path: str, value: object, count: int) -> tuple[States, None, Members]:
-    """`elastic_checkpoint=true`: a list of unpadded states, one per group, and no param groups."""
+    """Return the states of `elastic_checkpoint=true`: a list of unpadded states, one per group, without groups."""
     if not isinstance(value, list) or len(value) != count or not all(isinstance(s, dict) for s in value):
         raise fail(path, "entry 'base_optimizer_state' is malformed", f"{count} states", keys_of(value))
     return dict(enumerate(value)), None, tuple((g,) for g in range(count))
@@ -263,13 +260,13 @@ def _partition(
     padded: int,
     alignment: tuple[int, ...] | None,
 ) -> Partition:
-    """Tell the states that follow the parameter (flat, of the partition's size) from the scalar ones."""
+    """Sort the states into those shaped like the partition (flat, of its size), scalars, and all others."""
     flat: dict[str, TensorRecord] = {}
     scalars: dict[str, Scalar] = {}
-    unfollowed: dict[str, str] = {}
+    others: dict[str, str] = {}
     for name, value in state.items():
         if str(name) in RESERVED or "/" in str(name):
-            unfollowed[str(name)] = "a name that is used for something else"
+            others[str(name)] = "a name that is used for something else"
         elif isinstance(value, TensorRecord) and len(value.shape) == 1 and value.numel in (fp32.numel, padded):
             if not value.contiguous:
                 raise fail(
@@ -282,13 +279,13 @@ def _partition(
         elif value is None or isinstance(value, int | float | bool | str):
             scalars[str(name)] = value
         else:
-            unfollowed[str(name)] = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
+            others[str(name)] = f"shape {value.shape}" if isinstance(value, TensorRecord) else type(value).__name__
     if len(fp32.shape) != 1 or not fp32.contiguous:
         raise fail(path, f"fp32 partition {number} is not flat", "one contiguous dimension", str(fp32.shape))
-    return Partition(fp32=fp32, states=flat, scalars=scalars, unfollowed=unfollowed, alignment=alignment)
+    return Partition(fp32=fp32, states=flat, scalars=scalars, unreshardable=others, alignment=alignment)
 
 
-def _muons(
+def _separate_muon_momentum(
     partitions: Sequence[Partition],
     states: States,
     groups: Groups | None,
@@ -296,45 +293,46 @@ def _muons(
     counts: Sequence[int],
     config: object,
 ) -> tuple[Partition, ...]:
-    """The partitions, with what Muon has of whole parameters apart: it may be as long as a partition by chance.
+    """Move Muon's momentum out of the flat states: it has whole parameters, and the partition's size only by chance.
 
-    Of each parameter that a rank has a part of it keeps all (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8); in CPU
-    memory only the part (`_apply_muon_updates_cpu_offload`), which is not read. An elastic file tells no groups.
+    A rank keeps all of each parameter that overlaps its partition (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8);
+    in CPU memory only its part (`_apply_muon_updates_cpu_offload`), which is not read. An elastic file has no groups.
     """
-    said = config if isinstance(config, dict) else {}
-    kept = bool(said) and section(said, "zero_optimization").get("offload_optimizer") is None
-    elastic = groups is None and str(section(said, "optimizer").get("type")).lower() == "muon"
-    made = list(partitions)
-    for group, own in zip(groups or [{"use_muon": elastic}] * len(members), members, strict=True):
-        for number in own if group.get("use_muon") else ():
+    saved_config = config if isinstance(config, dict) else {}
+    in_gpu_memory = bool(saved_config) and section(saved_config, "zero_optimization").get("offload_optimizer") is None
+    elastic = groups is None and str(section(saved_config, "optimizer").get("type")).lower() == "muon"
+    readable = in_gpu_memory and not elastic
+    result = list(partitions)
+    for group, numbers in zip(groups or [{"use_muon": elastic}] * len(members), members, strict=True):
+        for number in numbers if group.get("use_muon") else ():
             value = states.get(number, {}).get(_MOMENTUM)
-            partition = made[number]
+            partition = result[number]
             if value is None or (counts[number] == 1 and not any(partition.alignment or ())):
                 continue
             flat = isinstance(value, TensorRecord) and len(value.shape) == 1 and value.contiguous
-            made[number] = replace(
+            result[number] = replace(
                 partition,
                 states={name: state for name, state in partition.states.items() if name != _MOMENTUM},
                 scalars={name: state for name, state in partition.scalars.items() if name != _MOMENTUM},
-                unfollowed={**partition.unfollowed, _MOMENTUM: "Muon's, of whole parameters"},
-                wholes={_MOMENTUM: value} if isinstance(value, TensorRecord) and flat and kept and not elastic else {},
+                unreshardable={**partition.unreshardable, _MOMENTUM: "Muon's, of whole parameters"},
+                full_states={_MOMENTUM: value} if isinstance(value, TensorRecord) and flat and readable else {},
             )
-    return tuple(made)
+    return tuple(result)
 
 
-def with_wholes(optim: OptimStates) -> OptimStates:
-    """The same file, of which a reader takes the states of whole parameters, too."""
+def with_full_param_states(optim: OptimStates) -> OptimStates:
+    """Return the same file for a reader that also takes the states of whole parameters."""
     return replace(
         optim,
         partitions=tuple(
-            replace(one, unfollowed={name: what for name, what in one.unfollowed.items() if name not in one.wholes})
-            for one in optim.partitions
+            replace(p, unreshardable={name: why for name, why in p.unreshardable.items() if name not in p.full_states})
+            for p in optim.partitions
         ),
     )
 
 
-def _compared(config: object) -> object:
-    """The sections of a saved config that all ranks of one run have alike; others may name the rank."""
+def _comparable_config(config: object) -> object:
+    """Return the sections of a saved config that are equal on all ranks of a run; others may name the rank."""
     return {key: config[key] for key in _CONFIG if key in config} if isinstance(config, dict) else None
 
 
@@ -363,7 +361,7 @@ _STAGES: Mapping[object, int] = {"optimizer_states": 1, "gradients": 2, "weights
 
 
 def read_stage(path: str, value: object) -> int:
-    """A number, `ZeroStageEnum(number)`, or `getattr(ZeroStageEnum, name)` as Python 3.11.0 to 3.11.3 pickle it."""
+    """Return the stage, saved as a number, as `ZeroStageEnum(number)`, or by name by Python 3.11.0 to 3.11.3."""
     if isinstance(value, ObjectRecord):
         by_name = len(value.args) == 2 and str(value.args[0]).endswith(".ZeroStageEnum")
         value = _STAGES.get(value.args[1]) if by_name else value.args[0] if len(value.args) == 1 else value
@@ -375,7 +373,7 @@ def read_stage(path: str, value: object) -> int:
 def _index(path: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
-    raise fail(path, "a param group lists something that is no index", "ints", describe(value))
+    raise fail(path, "a param group lists a member that is not an index", "ints", describe(value))
 
 
 def keys_of(value: object) -> str:

@@ -1,4 +1,4 @@
-"""Patterns of parameters' names, as checkpoints have them: AutoTP has one or more for each parameter."""
+"""Patterns of parameter names, as checkpoints have them: AutoTP saves one or more for each parameter."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Iterable
 
 
 class Patterns:
-    """Patterns; what is none is left out. One that spells a name is looked up, not tried.
+    """Compiled patterns, without invalid ones. A pattern that spells out one name is looked up in a dict.
 
-    Python keeps 512 of them compiled: with more, each would be compiled anew for each name.
+    Python's `re` keeps 512 compiled patterns: with more, each would be compiled again for each name.
     """
 
     def __init__(self, patterns: Iterable[object]) -> None:
         self._spelled: dict[str, list[str]] = {}
         self._others: list[re.Pattern[str]] = []
         for pattern in patterns:
-            name = spelled(pattern) if isinstance(pattern, str) else None
+            name = literal_name(pattern) if isinstance(pattern, str) else None
             if isinstance(pattern, str) and name is not None:
                 self._spelled.setdefault(name, []).append(pattern)
             elif isinstance(pattern, str):
@@ -25,13 +25,13 @@ class Patterns:
                 except re.error:
                     continue
 
-    def of(self, name: str) -> list[str]:
-        """The patterns that fit a name, or where none does those that fit its beginning, as DeepSpeed looks."""
-        whole = [*self._spelled.get(name, ()), *(one.pattern for one in self._others if one.fullmatch(name))]
-        return whole or [one.pattern for one in self._others if one.match(name)]
+    def matching(self, name: str) -> list[str]:
+        """Return the patterns that match the whole name, or else those that match its beginning, as DeepSpeed does."""
+        full = [*self._spelled.get(name, ()), *(p.pattern for p in self._others if p.fullmatch(name))]
+        return full or [p.pattern for p in self._others if p.match(name)]
 
 
-def spelled(pattern: str) -> str | None:
-    """The one name that a pattern fits which is that name, escaped, from its beginning to its end; None of others."""
+def literal_name(pattern: str) -> str | None:
+    """Return the name if the pattern is one name, escaped, between ^ and $; None for other patterns."""
     name = re.sub(r"\\(\W)", r"\1", pattern[1:-1])
     return name if pattern == f"^{re.escape(name)}$" else None

@@ -1,4 +1,4 @@
-"""What a ZeRO checkpoint says of its learning-rate schedule: the first model file and the first optimizer file."""
+"""The saved learning-rate schedule of a ZeRO checkpoint, from its first model file and first optimizer file."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from ds_reshard.containers.plain import plain, read_scalars, single_elements
 from ds_reshard.errors import fail
-from ds_reshard.formats.zero.checkpoint import FIRST_ROW, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import ANY_TP_RANK, ZeroCheckpoint
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import open_checkpoint
 from ds_reshard.formats.zero.stage0 import param_groups, torch_optimizer
@@ -15,17 +15,17 @@ from ds_reshard.model.facts import describe
 from ds_reshard.resume.lr_preview import Past
 from ds_reshard.resume.schedulers import position_in
 
-_MOST = 2**53
+_MAX_STEP = 2**53
 
 
 def read_past(listing: AnyListing) -> Past:
-    """Position, rates, scheduler and configuration as they were saved; nothing of the files is executed.
+    """Return position, rates, scheduler and configuration as they were saved; nothing of the files is executed.
 
-    Opens two files, and reads no tensor but a learning rate that was kept as one. Raises what a load raises for
+    Opens two files, and reads no tensor but learning rates that were saved as tensors. Raises what a load raises for
     files that are missing, damaged or of a layout that is refused.
     """
     assert isinstance(listing, Listing)
-    checkpoint = open_checkpoint(listing, optimizer=True, row=FIRST_ROW)
+    checkpoint = open_checkpoint(listing, optimizer=True, tp=ANY_TP_RANK)
     entries = checkpoint.model.entries
     groups = _groups(checkpoint)
     state, config = entries.get("lr_scheduler"), entries.get("ds_config")
@@ -44,14 +44,14 @@ def read_past(listing: AnyListing) -> Past:
 
 
 def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) -> int:
-    """The scheduler's own; without one, the updates that were made: steps without those that overflowed."""
-    found = position_in(state) if state is not None else None
-    if found is None:
+    """Return the scheduler's position; without one, the number of updates: steps except those that overflowed."""
+    position = position_in(state) if state is not None else None
+    if position is None:
         steps, skipped = (checkpoint.model.entries.get(name, 0) for name in ("global_steps", "skipped_steps"))
-        found = steps - skipped if isinstance(steps, int) and isinstance(skipped, int) else None
-    if found is None or not 0 <= found < _MOST:
-        raise fail(checkpoint.model.path, "its count of steps cannot be", "a whole number", describe(found))
-    return found
+        position = steps - skipped if isinstance(steps, int) and isinstance(skipped, int) else None
+    if position is None or not 0 <= position < _MAX_STEP:
+        raise fail(checkpoint.model.path, "its step count is impossible", "a whole number", describe(position))
+    return position
 
 
 def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
@@ -61,12 +61,12 @@ def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
 
 
 def _rates(checkpoint: ZeroCheckpoint, groups: Sequence[Mapping[str, object]]) -> tuple[float, ...] | None:
-    """The rate of each param group, None where one is missing or no number."""
+    """Return the rate of each param group, or None if one is missing or not a number."""
     if not groups:
         return None
-    given = [group.get("lr") for group in groups]
+    saved = [group.get("lr") for group in groups]
     path = checkpoint.optimizer_path
-    scalars = read_scalars(path, single_elements(given))
-    values = [plain(value, scalars) for value in given]
+    scalars = read_scalars(path, single_elements(saved))
+    values = [plain(value, scalars) for value in saved]
     rates = [float(value) for value in values if isinstance(value, (int, float)) and not isinstance(value, bool)]
     return tuple(rates) if len(rates) == len(values) else None

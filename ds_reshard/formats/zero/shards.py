@@ -1,4 +1,4 @@
-"""The shards of a ZeRO checkpoint, opened one by one, each checked against the layout, and compared with each other."""
+"""Open the shards of a ZeRO checkpoint one by one, check each against the layout, and compare them with each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damag
 from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.flat import FlatBuffer
-from ds_reshard.formats.zero.model_states import Kept, ModelFiles, ModelStates
+from ds_reshard.formats.zero.model_states import IdentityCache, ModelFiles, ModelStates
 from ds_reshard.formats.zero.modules import copy_buffer
 from ds_reshard.formats.zero.names import column_of
 from ds_reshard.formats.zero.optim_states import STATE, OptimStates, read_optim_states
@@ -25,259 +25,259 @@ from ds_reshard.model.facts import canonical
 from ds_reshard.model.index import Extent, Record, extent_of, extents_overlap
 from ds_reshard.model.layout import TensorKey
 
-_LONGEST = 60
+_MAX_TEXT = 60
 
 
 def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str, *, states: bool = True) -> list[Fault]:
-    """Faults where shards of one family say different things: they are of different steps or runs.
+    """Return a fault for each value that differs between shards of one family: they are of different steps or runs.
 
-    `states=False` passes over scalar states other than the step: an optimizer may keep them per rank,
-    which only a load under another layout has to refuse.
+    `states=False` ignores scalar optimizer states other than the step: an optimizer may keep them per rank, which only
+    a load under another layout has to refuse.
     """
     faults = []
     families: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
     for name in sorted(signatures):
-        for family, said in said_alike(name, signatures[name], states=states).items():
-            families.setdefault(family, []).append((name, said))
+        for family, text_by_key in signature_by_family(name, signatures[name], states=states).items():
+            families.setdefault(family, []).append((name, text_by_key))
     columns = {column_of(name) for name in signatures}
     firsts = {name for members in families.values() for name, _ in members[:1]}
     for family, ((first_name, first), *others) in families.items():
-        across = family in (MODEL, OPTIM)
-        if across and len(columns) == 1:
+        spans_columns = family in (MODEL, OPTIM)
+        if spans_columns and len(columns) == 1:
             continue
-        for name, said in others:
-            if across and name not in firsts:
+        for name, text_by_key in others:
+            if spans_columns and name not in firsts:
                 continue  # compared with the first of its column
-            for key in sorted({*first, *said}):
-                one, other = first.get(key, "absent"), said.get(key, "absent")
-                if one != other:
-                    faults.append(_differing(f"{folder}/{name}", first_name, key, one, other))
+            for key in sorted({*first, *text_by_key}):
+                value, other_value = first.get(key, "absent"), text_by_key.get(key, "absent")
+                if value != other_value:
+                    faults.append(_difference_fault(f"{folder}/{name}", first_name, key, value, other_value))
     return faults
 
 
-def _differing(path: str, first: str, key: str, one: str, other: str) -> Fault:
-    """That two files say different things; an optimizer may keep states per rank, but one step."""
+def _difference_fault(path: str, first: str, key: str, value: str, other_value: str) -> Fault:
+    """Return the fault that two files differ: a step belongs to one save, another state may be kept per rank."""
     if key.startswith(STATE):
-        what = f"has another {key} than {first}: each rank keeps one for itself, or files of two saves are mixed"
+        what = f"{key} differs from {first}: the optimizer keeps it per rank, or the files are of two saves"
         mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
-        return UnsupportedLayout.fault(path, what, one, other, mend=mend)
+        return UnsupportedLayout.fault(path, what, value, other_value, mend=mend)
     what = f"is of another step or run than {first}: {key} differs"
     mend = "restore all files of one save, or load another tag"
-    return CheckpointDamaged.fault(path, what, one, other, mend=mend)
+    return CheckpointDamaged.fault(path, what, value, other_value, mend=mend)
 
 
 def compare_heads(
     models: Sequence[ModelStates], optims: Sequence[OptimStates], folder: str, *, states: bool
 ) -> list[Fault]:
-    """Where the first files of two columns are not of one save."""
-    said = {os.path.basename(model.path): abridged(model_signature(model)) for model in models}
-    said |= {os.path.basename(optim.path): abridged(optim.signature()) for optim in optims}
-    return compare_signatures(said, folder, states=states)
+    """Return the differences between the first files of columns, which would be the same if all were of one save."""
+    signatures = {os.path.basename(model.path): shorten(model_signature(model)) for model in models}
+    signatures |= {os.path.basename(optim.path): shorten(optim.signature()) for optim in optims}
+    return compare_signatures(signatures, folder, states=states)
 
 
 _OF_GRID: tuple[str, ...]
 _OF_GRID = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", "DeepSpeed version", "sizes")
 _OF_GRID += ("ZeRO stage", "optimizer wrapper", "saved DeepSpeed config", "elastic", "step of partition 0")
-"""What the files of all columns of a grid say alike; the rest is said alike in a column."""
+"""The values that the files of all columns of a grid have in common; all others are common to one column's files."""
 
 
-def said_alike(name: str, said: Mapping[str, str], *, states: bool) -> dict[str, Mapping[str, str]]:
-    """What a shard says, by the family of files that say it alike: those of its column, and those of all columns."""
+def signature_by_family(name: str, signature: Mapping[str, str], *, states: bool) -> dict[str, Mapping[str, str]]:
+    """Return a shard's signature by the family of files that share it: its column's files, and all columns' files."""
     kind = OPTIM if name.endswith("optim_states.pt") else MODEL
-    of_column = {key: text for key, text in said.items() if states or not key.startswith(STATE)}
-    of_grid = {key: text for key, text in said.items() if key in _OF_GRID}
+    of_column = {key: text for key, text in signature.items() if states or not key.startswith(STATE)}
+    of_grid = {key: text for key, text in signature.items() if key in _OF_GRID}
     return {f"{kind} {column_of(name)}": of_column, kind: of_grid}
 
 
-def abridged(said: Mapping[str, str]) -> dict[str, str]:
-    """What a shard says, long texts by their beginning and a digest: each rank is told what all shards say."""
-    return {key: text if len(text) <= _LONGEST else f"{text[:40]}... ({_digest(text)})" for key, text in said.items()}
+def shorten(texts: Mapping[str, str]) -> dict[str, str]:
+    """Replace long texts of a signature by their beginning and a digest: every rank receives all signatures."""
+    return {key: text if len(text) <= _MAX_TEXT else f"{text[:40]}... ({_digest(text)})" for key, text in texts.items()}
 
 
 def _digest(text: str) -> str:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-def compare_prints(prints: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
-    """Faults where two optimizer shards hold the same bytes: one was copied over the other.
+def compare_checksums(checksums: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
+    """Return a fault for each pair of optimizer shards with the same bytes: one was copied over the other.
 
-    Partitions of constant values (zero moments, unit weights) may truly be equal: a shard counts as a
-    copy only when all its buffers equal those of another of its column and at least two of them are not all zeros.
+    Partitions of constant values (zero moments, unit weights) may really be equal. A shard counts as a copy only if all
+    its buffers equal those of another shard of its column, and at least two of them are not all zeros.
     """
     seen: dict[tuple[object, ...], str] = {}
     faults = []
-    for name in sorted(prints):
-        marks = tuple(prints[name])
-        telling = [crc for nbytes, crc in marks if crc is not None and crc != repeated(b"\0", nbytes)]
-        if len(telling) < 2:
+    for name in sorted(checksums):
+        own = tuple(checksums[name])
+        not_zero = [crc for nbytes, crc in own if crc is not None and crc != repeated(b"\0", nbytes)]
+        if len(not_zero) < 2:
             continue
-        if (column_of(name), marks) in seen:
-            twin = seen[column_of(name), marks]
-            what = f"holds the same bytes as {twin}: one shard was copied over another"
-            said = ("different partitions", "identical checksums in every buffer")
+        if (column_of(name), own) in seen:
+            original = seen[column_of(name), own]
+            what = f"holds the same bytes as {original}: one shard was copied over another"
+            expected_and_found = ("different partitions", "identical checksums in every buffer")
             mend = "restore the shard, or load another tag"
-            faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, *said, mend=mend))
-        seen.setdefault((column_of(name), marks), name)
+            faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, *expected_and_found, mend=mend))
+        seen.setdefault((column_of(name), own), name)
     return faults
 
 
 @dataclass(slots=True, kw_only=True)
 class ZeroShards:
-    """Opens the shards of a checkpoint for an index, each checked against the layout when it is opened.
+    """Opens the shards of a checkpoint for an index, and checks each against the layout when it is opened.
 
-    `signatures` collects what each opened shard says of the run, abridged; the ranks compare theirs. `latest` is the
-    model file that was read last, `places` has where tensors lie that model files say alike, `stage0` where those of an
-    optimizer do that names no parameter, by the model file's shard. `marks` has what `prints` is made of, by file and
-    family.
+    `signatures` collects what each opened shard says of the run, shortened, for the ranks to compare. `last_model` is
+    the model file that was read last. `weight_extents` has where tensors lie by the module entry that model files
+    share, `stage0` where the tensors of an optimizer without names lie, by the model file's shard. `crcs` has what
+    `checksums` returns, by file and family.
     """
 
     checkpoint: ZeroCheckpoint
-    latest: ModelStates | None = None
+    last_model: ModelStates | None = None
     model_files: ModelFiles = field(default_factory=ModelFiles)
-    places: Kept[Mapping[str, Extent]] = field(default_factory=lambda: Kept())
+    weight_extents: IdentityCache[Mapping[str, Extent]] = field(default_factory=lambda: IdentityCache())
     stage0: Mapping[int, Mapping[str, Extent]] = field(default_factory=dict)
     signatures: dict[str, dict[str, str]] = field(default_factory=dict)
-    marks: dict[tuple[str, str], tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
+    crcs: dict[tuple[str, str], tuple[tuple[int, int | None], ...]] = field(default_factory=dict)
 
     @property
-    def prints(self) -> dict[str, tuple[tuple[int, int | None], ...]]:
-        """The sizes and checksums of the buffers of each optimizer file, of all the columns that read it."""
-        found: dict[str, tuple[tuple[int, int | None], ...]] = {}
-        for (name, _), marks in sorted(self.marks.items()):
-            found[name] = (*found.get(name, ()), *marks)
-        return found
+    def checksums(self) -> dict[str, tuple[tuple[int, int | None], ...]]:
+        """Return the sizes and checksums of each optimizer file's buffers, of all columns that read the file."""
+        by_file: dict[str, tuple[tuple[int, int | None], ...]] = {}
+        for (name, _), marks in sorted(self.crcs.items()):
+            by_file[name] = (*by_file.get(name, ()), *marks)
+        return by_file
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`.
+        """Return the buffers of one shard: `fp32/0`, `exp_avg/1`, `module/<name>`, `frozen/<name>`.
 
         A file of a universal checkpoint is a family of one shard with one buffer.
         """
         if family == MODEL:
             return self._model(shard)
-        columns = [one for one in self.checkpoint.columns if one.family == family and one.begin <= shard]
+        columns = [column for column in self.checkpoint.columns if column.family == family and column.begin <= shard]
         if columns:
             return self._optim(columns[-1], shard - columns[-1].begin)
         if family.startswith(EXPERT_FILES):
             return self._expert(int(family.removeprefix(EXPERT_FILES)), shard)
         (placement,) = self.checkpoint.layout.in_buffer(family, BUFFER)
         path = self.checkpoint.listing.path(family)
-        if not placement.numel:  # ds_to_universal writes no file of what has no elements
-            nothing = Record(path=path, byte_offset=0, nbytes=0, crc32=None)
-            return {BUFFER: Extent(record=nothing, byte_offset=0, dtype=placement.dtype, numel=0)}
+        if not placement.numel:  # ds_to_universal writes no file of an empty tensor
+            no_bytes = Record(path=path, byte_offset=0, nbytes=0, crc32=None)
+            return {BUFFER: Extent(record=no_bytes, byte_offset=0, dtype=placement.dtype, numel=0)}
         file = read_state(path, placement.key.kind)
         return {BUFFER: extent_of(check_tensor(file, placement))}
 
     def _expert(self, layer: int, expert: int) -> Mapping[str, Extent]:
-        """The weights of one expert of AutoEP, each a slice of what its layer has of all."""
-        checkpoint, found = self.checkpoint, expert_file(self.checkpoint.listing, layer, expert)
-        for name, tensor in found.items():
+        """Return the weights of one AutoEP expert, each a slice of its layer's parameter."""
+        checkpoint, weights = self.checkpoint, expert_file(self.checkpoint.listing, layer, expert)
+        for name, tensor in weights.items():
             (tile, *_) = checkpoint.layout.in_buffer(f"{EXPERT_FILES}{layer}", name) or (None,)
             if tile is None or (1, *tensor.shape) != tile.box.size or tensor.dtype is not tile.dtype:
                 expected = "none" if tile is None else f"{tile.dtype.label} {list(tile.box.size[1:])}"
-                what, said = f"holds {name} of another shape or type", f"{tensor.dtype.label} {list(tensor.shape)}"
-                raise fail(tensor.storage.path, what, expected, said)
-        return {name: extent_of(tensor) for name, tensor in found.items()}
+                what, found = f"holds {name} in another shape or type", f"{tensor.dtype.label} {list(tensor.shape)}"
+                raise fail(tensor.storage.path, what, expected, found)
+        return {name: extent_of(tensor) for name, tensor in weights.items()}
 
     def model_states(self, shard: int) -> ModelStates:
-        """What the model file of a shard says; read once where it is asked for again before another."""
-        local = self.checkpoint.listing.partitioned_model and self.checkpoint.grid.ep > 1  # each has shapes of its own
-        if shard == 0 and not self.checkpoint.rows and not local:
+        """Return the model file of a shard; a file that is asked for several times in a row is read once."""
+        per_rank_shapes = self.checkpoint.listing.partitioned_model and self.checkpoint.grid.ep > 1
+        if shard == 0 and not self.checkpoint.tp_models and not per_rank_shapes:
             return self.checkpoint.model
         if self.checkpoint.stages:
-            return self.checkpoint.rows[shard]
+            return self.checkpoint.tp_models[shard]
         name = self.checkpoint.listing.model[shard]
-        path, latest = self.checkpoint.listing.path(name), self.latest
-        if latest is None or latest.path != path:
-            latest = self.latest = self.checkpoint.listing.read(name, self.model_files.read)
-        return latest
+        path, last = self.checkpoint.listing.path(name), self.last_model
+        if last is None or last.path != path:
+            last = self.last_model = self.checkpoint.listing.read(name, self.model_files.read)
+        return last
 
     def _model(self, shard: int) -> Mapping[str, Extent]:
         checkpoint = self.checkpoint
         name, model = checkpoint.listing.model[shard], self.model_states(shard)
-        self.signatures[name] = abridged(model_signature(model))
-        extents = dict(self.places.of(model.module, len(model.module), lambda: _places(model)))
-        said = checkpoint.rows[shard // checkpoint.dp] if checkpoint.rows else checkpoint.model
-        for key, shape in said.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
+        self.signatures[name] = shorten(model_signature(model))
+        extents = dict(self.weight_extents.get(model.module, len(model.module), lambda: _weight_extents(model)))
+        listed = checkpoint.tp_models[shard // checkpoint.dp] if checkpoint.tp_models else checkpoint.model
+        for key, shape in listed.frozen_shapes.items() if checkpoint.listing.partitioned_model else ():
             fragment = model.frozen_fragments.get(key)
             expected = -(-prod(shape) // checkpoint.dp)
             if not prod(shape):
                 continue
             if fragment is None or fragment.numel != expected or not fragment.contiguous:
                 found = "nothing" if fragment is None else f"{fragment.numel}"
-                raise fail(model.path, f"frozen parameter {key!r} has the wrong share", f"{expected} elements", found)
+                raise fail(model.path, f"frozen parameter {key!r} has the wrong size", f"{expected} elements", found)
             extents[f"frozen/{key}"] = extent_of(fragment)
-        beside = checkpoint.copies[shard] if checkpoint.copies else {}
-        extents |= {copy_buffer(*at): extent_of(tensor) for at, tensor in beside.items() if tensor.contiguous}
+        copies = checkpoint.copies[shard] if checkpoint.copies else {}
+        extents |= {copy_buffer(*at): extent_of(tensor) for at, tensor in copies.items() if tensor.contiguous}
         return {**extents, **self.stage0.get(shard, {})}
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
         checkpoint, first, name = self.checkpoint, column.first, column.files[shard]
         path = checkpoint.listing.path(name)
         optim = first if path == first.path else checkpoint.listing.read(name, read_optim_states)
-        self.signatures[name] = abridged(optim.signature())
+        self.signatures[name] = shorten(optim.signature())
         faults: list[Fault] = []
         wrong = partial(damaged, optim.path)
         counts = {optim.counts[buffer.number] for buffer in column.buffers if buffer.number < len(optim.counts)}
         if counts - {column.dp}:
             what = "was saved with another data-parallel size than the model file"
             faults.append(wrong(what, f"{column.dp}", f"{max(counts - {column.dp})}"))
-        said = [f"{states.kind}, {len(states.partitions)} buffers" for states in (first, optim)]
-        if said[0] != said[1]:
-            faults.append(wrong("is of another optimizer layout than the first shard", *said))
+        layouts = [f"{states.kind}, {len(states.partitions)} buffers" for states in (first, optim)]
+        if layouts[0] != layouts[1]:
+            faults.append(wrong("is of another optimizer layout than the first shard", *layouts))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
         extents: dict[str, Extent] = {}
         for buffer in column.buffers:
             number, partition = buffer.number, optim.partitions[buffer.number]
             swapped = checkpoint.listing.nvme and not partition.fp32.numel and buffer.partition_numel
-            faults += [_swapped(optim.path, number)] if swapped else _sizes(column.first, optim, buffer, shard)
+            faults += [_nvme_fault(optim.path, number)] if swapped else _partition_faults(first, optim, buffer, shard)
             extents[f"fp32/{number}"] = extent_of(partition.fp32)
             extents |= {f"{kind}/{number}": extent_of(state) for kind, state in partition.states.items()}
-            wholes = first.partitions[number].whole_kinds & partition.wholes.keys()
-            extents |= {f"{kind}/{number}": extent_of(partition.wholes[kind]) for kind in wholes}
-        for one, other in extents_overlap(extents):
-            faults.append(wrong(f"buffers {one} and {other} share bytes", "disjoint buffers", "overlap"))
+            full_kinds = first.partitions[number].full_param_kinds & partition.full_states.keys()
+            extents |= {f"{kind}/{number}": extent_of(partition.full_states[kind]) for kind in full_kinds}
+        for buffer_name, other in extents_overlap(extents):
+            faults.append(wrong(f"buffers {buffer_name} and {other} share bytes", "disjoint buffers", "overlap"))
         raise_faults(faults, subject=f"checkpoint {checkpoint.listing.folder}")
-        self.marks[name, column.family] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
+        self.crcs[name, column.family] = tuple((e.record.nbytes, e.record.crc32) for e in extents.values() if e.numel)
         return extents
 
 
-def _swapped(path: str, number: int) -> Fault:
-    """Of what NVMe offload keeps in files of its own (`save_checkpoint`, runtime/engine.py, 0.19.8)."""
-    what = f"has nothing of sub-group {number}: NVMe offload keeps it in offloaded_tensors, which DeepSpeed alone reads"
+def _nvme_fault(path: str, number: int) -> Fault:
+    """Refuse a sub-group that NVMe offload keeps in other files (`save_checkpoint`, runtime/engine.py, 0.19.8)."""
+    what = f"lacks sub-group {number}: NVMe offload keeps it in offloaded_tensors, which only DeepSpeed reads"
     mend = 'load another tag, and save with "offload_optimizer": {"device": "cpu"}'
     return UnsupportedLayout.fault(path, what, "masters and moments", "none", mend=mend)
 
 
-def _places(model: ModelStates) -> Mapping[str, Extent]:
+def _weight_extents(model: ModelStates) -> Mapping[str, Extent]:
     return {f"module/{key}": extent_of(tensor) for key, tensor in model.module.items() if tensor.contiguous}
 
 
-def _sizes(head: OptimStates, optim: OptimStates, buffer: FlatBuffer, rank: int) -> Iterator[Fault]:
-    """Whether a rank's partition has the elements that its flat buffer gives it, and the states of the first rank's."""
+def _partition_faults(head: OptimStates, optim: OptimStates, buffer: FlatBuffer, rank: int) -> Iterator[Fault]:
+    """Yield a fault for each difference of a rank's partition from its flat buffer or the first rank's states."""
     number = buffer.number
     partition, first = optim.partitions[number], head.partitions[number]
     wrong = partial(damaged, optim.path)
     if kinds_of(partition) != kinds_of(first):
-        names = [", ".join(sorted(kinds_of(one))) for one in (first, partition)]
+        names = [", ".join(sorted(kinds_of(part))) for part in (first, partition)]
         yield wrong(f"partition {number} holds other states than the first shard", *names)
     if (partition.alignment or ()) != (first.alignment or ()):
         yield wrong(f"partition {number} has other alignment gaps than the first shard", "the same gaps", "others")
         return
     padded, used = buffer.partition_numel, buffer.used_numel(rank)
-    own = used if optim.kind == "zero" else padded
-    if partition.fp32.numel != own:
-        yield wrong(f"fp32 partition {number} has the wrong size", f"{own} elements", f"{partition.fp32.numel}")
+    numel = used if optim.kind == "zero" else padded
+    if partition.fp32.numel != numel:
+        yield wrong(f"fp32 partition {number} has the wrong size", f"{numel} elements", f"{partition.fp32.numel}")
     for kind, state in partition.states.items():
         if state.numel not in (padded, used):
             yield wrong(f"{kind} partition {number} has the wrong size", f"{padded} elements", f"{state.numel}")
-    for kind in sorted(first.whole_kinds):
+    for kind in sorted(first.full_param_kinds):
         expected = buffer.momentum_numel(rank)
-        held, dtype = partition.wholes.get(kind), first.wholes[kind].dtype
-        found = (held.numel, held.dtype) if held is not None else (0, dtype)
+        tensor, dtype = partition.full_states.get(kind), first.full_states[kind].dtype
+        found = (tensor.numel, tensor.dtype) if tensor is not None else (0, dtype)
         if found != (expected, dtype):
-            what = f"{kind} of partition {number} is not of the whole of each parameter that it has a part of"
+            what = f"{kind} of partition {number} does not hold every parameter of the partition whole"
             yield wrong(what, f"{expected} elements of {dtype.label}", f"{found[0]} of {found[1].label}")
-    others = partition.unfollowed.keys() - first.unfollowed.keys() - first.wholes.keys()
+    others = partition.unreshardable.keys() - first.unreshardable.keys() - first.full_states.keys()
     if others:
         yield wrong(
             f"partition {number} holds other states than the first shard", "the same", ", ".join(sorted(others))
@@ -285,55 +285,55 @@ def _sizes(head: OptimStates, optim: OptimStates, buffer: FlatBuffer, rank: int)
 
 
 def model_signature(model: ModelStates) -> dict[str, str]:
-    """What every model file of one checkpoint says alike."""
+    """Return the values that every model file of one checkpoint has in common, as text."""
     keys = ("global_steps", "global_samples", "skipped_steps", "dp_world_size")
     return {key: canonical(model.entries[key]) for key in keys if key in model.entries} | {
         "DeepSpeed version": model.version,
-        "param_shapes": str(_shapes_of_all(model)),
+        "param_shapes": str(_comparable_shapes(model)),
         "sizes": canonical([model.entries.get(key) for key in ("mp_world_size", "checkpoint_parallel_dimensions")]),
     }
 
 
-def _shapes_of_all(model: ModelStates) -> object:
-    """The shapes of parameters; of AutoEP's that of one expert, as a rank may have more of them than another."""
+def _comparable_shapes(model: ModelStates) -> object:
+    """Return the parameters' shapes; of AutoEP's the shape of one expert, since ranks may have different numbers."""
     layers = model.entries.get(AUTOEP)
-    said = (
+    prefixes = (
         [layer.get("expert_key_prefix") for layer in layers if isinstance(layer, dict)]
         if isinstance(layers, list)
         else []
     )
-    of_experts = tuple(f"{prefix}." for prefix in said)
-    if not of_experts or model.param_shapes is None:
+    expert_prefixes = tuple(f"{prefix}." for prefix in prefixes)
+    if not expert_prefixes or model.param_shapes is None:
         return model.param_shapes
     return [
-        {name: shape[1:] if name.startswith(of_experts) else shape for name, shape in group.items()}
+        {name: shape[1:] if name.startswith(expert_prefixes) else shape for name, shape in group.items()}
         for group in model.param_shapes
     ]
 
 
-def alike_on_all_ranks(model: ModelStates) -> str:
-    """What a model file of any node says alike: without what a script keeps, and buffers, as batch statistics are."""
-    loaded = {key: model.entries.get(key) for key in ("lr_scheduler", "optimizer", "random_ltd", "data_sampler")}
+def rank_independent_text(model: ModelStates) -> str:
+    """Return what model files of all nodes have in common, as text: no entries of the script, and no buffers."""
+    common = {key: model.entries.get(key) for key in ("lr_scheduler", "optimizer", "random_ltd", "data_sampler")}
     weights = {name: tensor for name, tensor in model.module.items() if name not in model.buffer_names}
-    return canonical([model_signature(model), loaded, weights])
+    return canonical([model_signature(model), common, weights])
 
 
-def copy_fault(checkpoint: ZeroCheckpoint, key: TensorKey, rank: int, found: str) -> Fault:
-    """The fault that a replica, the one of number `rank` among those of several ranks, has other values than the first.
+def replica_fault(checkpoint: ZeroCheckpoint, key: TensorKey, rank: int, found: str) -> Fault:
+    """Return the fault that replica `rank` differs from the first: of a tensor that ranks have several times.
 
-    It is of a tensor that tensor-parallel ranks do not divide, of experts, or of Muon's momentum, of which each rank
-    that has a part of the parameter keeps all.
+    That is a tensor that tensor-parallel ranks do not split, one of experts, or Muon's momentum, which each rank with a
+    part of the parameter keeps whole.
     """
     where, mend = f"tensor {key}", "restore all files of one save"
-    if checkpoint.rows:
+    if checkpoint.tp_models:
         what = f"is not divided, and tensor-parallel rank {rank} has other values than rank 0, whose copy counts"
         rule = json.dumps({"parameters": re.escape(key.name), "replicated": True, "owner": 0})
         mend += "; or resume with the tensor-parallel size that was saved; or say whose copy counts: "
         mend += f'"ds_reshard": {{"reshard": {{"tensor_parallel": [{rule}]}}}}; to a tool, --rules FILE with that list'
-    elif checkpoint.of_autoep:
-        what = "has experts on several expert-parallel ranks, whose copies are not the same"
+    elif checkpoint.has_autoep:
+        what = "has experts on several expert-parallel ranks, whose copies differ"
         mend += ", or load another tag"
     else:
-        what = f"is kept whole by each rank that has a part of the parameter, and copy {rank + 1} is not the first"
+        what = f"is kept whole by each rank with a part of the parameter, and copy {rank + 1} differs from the first"
         mend += "; or resume with the layout that was saved"
     return CheckpointDamaged.fault(where, what, "the same bytes", found, mend=mend)

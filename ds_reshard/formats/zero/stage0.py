@@ -23,11 +23,11 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.formats.zero.checkpoint import MODEL, ZeroCheckpoint
-from ds_reshard.formats.zero.flat import FlatBuffer, Placed, Rule, by_key, merged, whole
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, Shard, by_key, merge_shards, whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries
-from ds_reshard.formats.zero.modules import expert_of, renumbered
-from ds_reshard.formats.zero.optim_states import RESERVED, own_values
-from ds_reshard.formats.zero.reader import of_ranks
+from ds_reshard.formats.zero.modules import expert_of, renumber_expert
+from ds_reshard.formats.zero.optim_states import RESERVED, optimizer_values
+from ds_reshard.formats.zero.reader import parts_of_ranks
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical
 from ds_reshard.model.index import Extent, extent_of
 from ds_reshard.model.layout import Layout, Placement
@@ -137,7 +137,7 @@ class _Found:
             return
         buffer = f"{kind}/{name}"
         self.tensors[buffer] = tensor
-        self.placements.append(whole(name, kind, shape, tensor.dtype, family=MODEL, buffer=buffer))
+        self.placements.append(whole_placement(name, kind, shape, tensor.dtype, family=MODEL, buffer=buffer))
 
     def scalar(self, name: str, kind: str, value: object) -> None:
         if isinstance(value, TensorRecord) and value.numel == 1 and value.contiguous:
@@ -190,7 +190,7 @@ def with_order(
             named.append(_named(model, own_groups))
     if len(columns) > 1:
         faults += [fault for found in named for fault in found.uncut]
-        of, alike = ("expert", _alike) if checkpoint.listing.places else ("tensor", _by_name)
+        of, alike = ("expert", _alike) if checkpoint.listing.ep_optim else ("tensor", _by_name)
         for found in named[1:]:
             if alike(found) != alike(named[0]):
                 what = f"keeps other states, steps or param groups than the first {of}-parallel rank"
@@ -201,9 +201,9 @@ def with_order(
     for rank, found in enumerate(named):
         extents[rank] = {buffer: extent_of(tensor) for buffer, tensor in found.tensors.items()}
     placements: Iterable[Placement] = own.placements
-    if checkpoint.rows:
-        placements = merged(
-            of_ranks([map(Placed, found.placements) for found in named], {MODEL: 1}, checkpoint.divided)
+    if checkpoint.tp_models:
+        placements = merge_shards(
+            parts_of_ranks([map(Shard, found.placements) for found in named], {MODEL: 1}, checkpoint.splits)
         )
     elif len(columns) > 1:
         shared = {one.key: one for one in head.placements if expert_of(one.key.name) is None}
@@ -214,7 +214,7 @@ def with_order(
     facts = OptimizerFacts(groups=tuple(own.groups), scalars=own.scalars)
     entries = {**checkpoint.model.entries, "optimizer": columns[0][0].entries["optimizer"]}
     model, uncut = replace(checkpoint.model, entries=entries), tuple(own.uncut)
-    made = replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, uncut=uncut)
+    made = replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, unreshardable=uncut)
     some = any(one.key.kind not in ("weight", "fp32") for one in own.placements) or own.scalars
     return replace(made, stateless=frozenset(own.stateless if some else ())), extents
 
@@ -240,15 +240,15 @@ def _columns(
 ) -> Iterator[tuple[ModelStates, Sequence[_Group]]]:
     """The model files with optimizers, each with the order under the names, and in the shapes, of its rank."""
     listing = checkpoint.listing
-    for model in checkpoint.rows:
+    for model in checkpoint.tp_models:
         lacking = [name for group in order for name in group.own if name not in model.module]
         faults = [damaged(model.path, f"lacks {name}", "a parameter of this run", "nothing") for name in lacking]
         raise_faults(faults, subject=f"checkpoint {listing.folder}")
         held = {name: tensor.shape for name, tensor in model.module.items()}
         yield model, [one._replace(shapes={n: held.get(n, s) for n, s in one.shapes.items()}) for one in order]
-    if listing.places:
+    if listing.ep_optim:
         local = {prefix: -number for prefix, number in first.items()}
-        new = {name: renumbered(name, local) for group in order for name in (*group.shapes, *group.beside)}
+        new = {name: renumber_expert(name, local) for group in order for name in (*group.shapes, *group.beside)}
         yield (
             of_place(checkpoint, 0),
             [
@@ -257,14 +257,14 @@ def _columns(
             ],
         )
         yield of_place(checkpoint, ep_rank), order
-    elif not checkpoint.rows:
+    elif not checkpoint.tp_models:
         yield checkpoint.model, order
 
 
 def of_place(checkpoint: ZeroCheckpoint, ep_rank: int) -> ModelStates:
     """The model file with the optimizer of one expert-parallel rank, as if that were in it."""
     listing, model = checkpoint.listing, checkpoint.model
-    name = listing.places[ep_rank]
+    name = listing.ep_optim[ep_rank]
     entries = {**model.entries, **listing.read(name, read_entries)}
     return replace(model, path=listing.path(name), entries=entries)
 
@@ -296,7 +296,7 @@ def _named(model: ModelStates, order: Sequence[_Group]) -> _Found:
         raise_faults([groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
-        found.uncut += [_uncut(name, what) for name, what in own_values(inner).items()]
+        found.uncut += [_uncut(name, what) for name, what in optimizer_values(inner).items()]
         found.raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
         for g, (group, own) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:

@@ -1,14 +1,14 @@
-"""How tensor-parallel ranks divide a parameter: by what the checkpoint says, or by rules that the user gives.
+"""How tensor-parallel ranks split a parameter: by what the checkpoint says, or by rules that the user gives.
 
-DeepSpeed keeps it in `universal_checkpoint_info` of each model file: since 0.19.6 an affine map, which says of each
-shard where its elements lie (checkpoint/affine.py, 0.19.8); before that, and for a user's own model-parallel unit,
-patterns of names (checkpoint/ds_to_universal.py). DeepSpeed looks whether one fits the beginning of a name, and takes
-the first; here one that fits the whole name goes before others of its kind, and one alone may fit. A bias that none
-names is cut as the rows of its weight: each element belongs to one of them.
+DeepSpeed describes it in `universal_checkpoint_info` of each model file. Since 0.19.6 that is an affine map, which says
+where each shard's elements lie (checkpoint/affine.py, 0.19.8). Before, and for a user's own model-parallel unit, it is
+patterns of names (checkpoint/ds_to_universal.py). DeepSpeed takes the first pattern that matches the beginning of a
+name. Here one that matches the whole name goes before others of its kind, and only one may match. A bias without a
+pattern is cut as its weight's rows: each element belongs to one row.
 
-Patterns of AutoTP name what it has not cut since version 0.3 of them (`collect_autotp_universal_checkpoint_info`,
-module_inject/layers.py, 0.19.5), before that in part (0.18.9): what no pattern names may then be either. They never say
-how it has cut projections that are fused by its own rules of names (`_replace`, module_inject/auto_tp.py).
+Since their version 0.3 AutoTP's patterns list what it has not cut (`collect_autotp_universal_checkpoint_info`,
+module_inject/layers.py, 0.19.5). Before (0.18.9) the list is incomplete: a parameter without a pattern may be cut or
+not. They never say how AutoTP cuts projections fused by its rules (`_replace`, module_inject/auto_tp.py).
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ from ds_reshard.model.region import Box, Part, Shape, parts_of
 from ds_reshard.model.rules import Rule
 
 _FUSED = ("qkv_proj", "query_key_value", "attn.Wqkv", "self_attn.W_pack", "c_attn", "gate_up_proj", "dense_h_to_4h")
-"""Parts of the names of what AutoTP takes for fused (module_inject/fusedqkv_utils.py, auto_tp.py, 0.18.9, 0.19.5)."""
+"""By these parts of names AutoTP finds fused projections (module_inject/fusedqkv_utils.py, auto_tp.py, 0.18.9 on)."""
 UNNAMED = "no pattern"
-"""The evidence for what no pattern of a checkpoint names: it is cut along dimension 0, as DeepSpeed takes it."""
+"""The evidence if no pattern of a checkpoint matches: cut along dimension 0, as DeepSpeed assumes."""
 _RULE = '"ds_reshard": {"reshard": {"tensor_parallel": [%s]}}'
-_RULES = 12
+_MAX_RULES = 12
 _TO_A_TOOL = "; to a tool, --rules FILE with that list"
-_SHARED = "; where ranks share parts of it, as GPTBigCode's keys and values: load it with the sizes that were saved"
+_SHARED = "; if ranks share parts of it, as GPTBigCode's keys and values: load it with the sizes that were saved"
 
 
-class Misfit(Exception):
-    """Why a parameter's division is not known: what was expected, what was found, and what mends it but a rule."""
+class UnknownSplit(Exception):
+    """Why a parameter's split is unknown: what was expected and found, and, unless a rule mends it, what does."""
 
     def __init__(self, what: str, expected: str, found: str, mend: str = "") -> None:
         super().__init__(what)
         self.what, self.expected, self.found, self.mend = what, expected, found, mend
 
 
-class Division(NamedTuple):
+class TensorSplit(NamedTuple):
     """A whole parameter, and the parts of it that each tensor-parallel rank has.
 
-    Elements of a shard that are in no part are padding. Of a `replicated` one every rank has all. `evidence` is what
-    says so. By a rule or a pattern `widths` are those along `dim` of each rank's share of what was cut one by one, and
-    of a `vocabulary` rows that were behind it are not there. Where copies may differ, that of rank `owner` counts.
-    `shards` are the shapes of the ranks' shards, padding with them.
+    Elements of a shard that are in no part are padding. If `replicated`, every rank has the whole. `evidence` names the
+    source of the split. A split by a rule or a pattern consists of pieces along `dim`, each cut by itself:
+    `widths[p][r]` is rank r's share of piece p. If `vocabulary`, the rows after it are padding and left out. If copies
+    may differ, that of rank `owner` counts. `shards` are the shapes of the ranks' shards, padding included.
     """
 
     shape: Shape
-    ranks: tuple[tuple[Part, ...], ...]
+    parts_by_rank: tuple[tuple[Part, ...], ...]
     replicated: bool
     evidence: str
     dim: int = 0
@@ -67,123 +67,121 @@ class Division(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Along `dim`, of what was cut one by one; none where no rule or pattern says it."""
+        """Return the sizes along `dim` of the pieces that were cut by themselves; empty if unknown."""
         return tuple(map(sum, self.widths))
 
     def __str__(self) -> str:
         if self.replicated:
             owner = "" if self.owner is None else f", rank {self.owner}'s counts"
             return f"a copy each ({self.evidence}{owner})"
-        sizes = {part.box.size for parts in self.ranks for part in parts}
+        sizes = {part.box.size for parts in self.parts_by_rank for part in parts}
         axes = [axis for axis, whole in enumerate(self.shape) if any(size[axis] != whole for size in sizes)]
         return f"cut along {axes[-1] if axes else 0} ({self.evidence})"
 
 
-def unnamed(divided: Mapping[str, Division]) -> str | None:
-    """What the user should know of parameters that no pattern names; None where there are none."""
-    names = [name for name, division in divided.items() if division.evidence == UNNAMED]
+def note_on_unnamed(splits: Mapping[str, TensorSplit]) -> str | None:
+    """Return a note on parameters that no pattern matches; None if there are none."""
+    names = [name for name, split in splits.items() if split.evidence == UNNAMED]
     more = f" and {len(names) - 4} others" if len(names) > 4 else ""
-    said = (
-        f"no pattern of the checkpoint names {', '.join(names[:4])}{more}: taken as cut along dimension 0, as DeepSpeed"
-    )
-    return f"{said} takes them; rules may say otherwise" if names else None
+    text = f"no pattern of the checkpoint matches {', '.join(names[:4])}{more}: taken as cut along dimension 0, as"
+    return f"{text} DeepSpeed does; rules may say otherwise" if names else None
 
 
-class Evidence(NamedTuple):
-    """What says how ranks divide parameters, the user's rules apart.
+class SplitEvidence(NamedTuple):
+    """What says how ranks split parameters, other than the user's rules.
 
-    `info` is the `universal_checkpoint_info` of a checkpoint or of a run; `autotp` says that DeepSpeed has divided them
-    itself. Of a run `whole` are the shapes of whole parameters, where it has them, and `live` what attributes of its
-    parameters tell: the rule, or None of one that is cut along dimension 0, in how many parts is not told.
+    `info` is the `universal_checkpoint_info` of a checkpoint or a run; `autotp` is set if DeepSpeed's AutoTP has split
+    them. A run may also have `whole_shapes`, the shapes of whole parameters, and `live_rules`, the rules that its
+    parameters' attributes give: None for a parameter that is cut along dimension 0 into an unknown number of pieces.
     """
 
     info: Mapping[str, object] = MappingProxyType({})
     autotp: bool = False
-    whole: Mapping[str, Shape] = MappingProxyType({})
-    live: Mapping[str, Rule | None] = MappingProxyType({})
+    whole_shapes: Mapping[str, Shape] = MappingProxyType({})
+    live_rules: Mapping[str, Rule | None] = MappingProxyType({})
 
 
-NO_EVIDENCE = Evidence()
+NO_EVIDENCE = SplitEvidence()
 
 
-def divisions(
-    shards: Mapping[str, Sequence[Shape]], evidence: Evidence, rules: Sequence[Rule]
-) -> tuple[dict[str, Division], dict[str, Misfit]]:
-    """The division of each parameter, given the shapes of its shards by rank, and of which it is not known.
+def find_splits(
+    shards: Mapping[str, Sequence[Shape]], evidence: SplitEvidence, rules: Sequence[Rule]
+) -> tuple[dict[str, TensorSplit], dict[str, UnknownSplit]]:
+    """Return each parameter's split, from the shapes of its shards by rank, and why the others' are unknown.
 
     A rule of the user's goes before what the checkpoint says.
     """
-    found: dict[str, Division] = {}
-    unknown: dict[str, Misfit] = {}
-    said = _Said(evidence)
+    splits: dict[str, TensorSplit] = {}
+    unknown: dict[str, UnknownSplit] = {}
+    saved = _SavedSplits(evidence)
     for name, shapes in shards.items():
         try:
-            own = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
-            if len(own) > 1:
-                said_twice = " and ".join(repr(rule.parameters) for rule in own)
-                raise Misfit("two rules name it", "one", said_twice, "correct the rules: one for each parameter")
-            said.refuse_scaled(name)
-            found[name] = _by_rule(own[0], shapes, "rule") if own else said.of(name, shapes)
-        except Misfit as misfit:
-            unknown[name] = misfit
-    for name in said.unnamed & found.keys():
-        weight = found.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
+            matching = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
+            if len(matching) > 1:
+                names = " and ".join(repr(rule.parameters) for rule in matching)
+                raise UnknownSplit("two rules match it", "one", names, "correct the rules: one for each parameter")
+            saved.refuse_scaled(name)
+            splits[name] = _rule_split(matching[0], shapes, "rule") if matching else saved.split_of(name, shapes)
+        except UnknownSplit as error:
+            unknown[name] = error
+    for name in saved.unnamed & splits.keys():
+        weight = splits.get(f"{name.removesuffix('bias')}weight") if name.endswith("bias") else None
         if weight is not None and weight.dim == 0 and len(weight.sizes) > 1:
             try:
-                found[name] = _by_rule(Rule(name, parts=weight.sizes), shards[name], "as its weight")
-            except Misfit as misfit:
-                unknown[name] = misfit
-    return found, unknown
+                splits[name] = _rule_split(Rule(name, parts=weight.sizes), shards[name], "as its weight")
+            except UnknownSplit as error:
+                unknown[name] = error
+    return splits, unknown
 
 
-def _by_rule(rule: Rule, shards: Sequence[Shape], evidence: str) -> Division:
+def _rule_split(rule: Rule, shards: Sequence[Shape], evidence: str) -> TensorSplit:
     if rule.replicated:
-        return replicated(shards, evidence, owner=rule.owner)
-    dims, cut = {len(shape) for shape in shards}, rule.dim
-    others = {shape[:cut] + shape[cut + 1 :] for shape in shards}
-    if len(dims) != 1 or not 0 <= cut < min(dims) or len(others) != 1:
-        raise Misfit(f"its shards are not cut along dimension {cut}", "shapes that differ there alone", _shapes(shards))
-    sizes = [shape[cut] for shape in shards]
+        return replicated_split(shards, evidence, owner=rule.owner)
+    ndims, dim = {len(shape) for shape in shards}, rule.dim
+    other_dims = {shape[:dim] + shape[dim + 1 :] for shape in shards}
+    if len(ndims) != 1 or not 0 <= dim < min(ndims) or len(other_dims) != 1:
+        raise UnknownSplit(f"its shards are not cut along dimension {dim}", "equal other dimensions", _text(shards))
+    sizes = [shape[dim] for shape in shards]
     if isinstance(rule.parts, int):
         if rule.parts < 1 or any(size % rule.parts for size in sizes):
-            raise Misfit("its shards cannot be cut into so many equal parts", str(rule.parts), _shapes(shards))
+            raise UnknownSplit("its shards cannot be cut into so many equal parts", str(rule.parts), _text(shards))
         widths = [[size // rule.parts for size in sizes]] * rule.parts
     else:
         share = sum(rule.parts) // len(shards)
         if any(part % len(shards) for part in rule.parts) or set(sizes) != {share}:
             expected = f"parts {list(rule.parts)}, each in {len(shards)} equal shares"
-            raise Misfit("its shards are not of these parts", expected, _shapes(shards))
+            raise UnknownSplit("its shards are not of these parts", expected, _text(shards))
         widths = [[part // len(shards)] * len(shards) for part in rule.parts]
-    return divided(_whole(shards, cut), cut, widths, evidence, vocabulary=rule.vocabulary)
+    return split_by_widths(_whole_shape(shards, dim), dim, widths, evidence, vocabulary=rule.vocabulary)
 
 
-def divided(
+def split_by_widths(
     shape: Shape, dim: int, widths: Sequence[Sequence[int]], evidence: str, *, vocabulary: int | None = None
-) -> Division:
-    """A parameter of which rank r has `widths[p][r]` of each part p along `dim`, one part behind the other.
+) -> TensorSplit:
+    """Return the split that gives rank r `widths[p][r]` of each piece p along `dim`, one piece after another.
 
-    Of a `vocabulary` the rows behind it are padding, which the whole parameter does not have.
+    Rows after a `vocabulary` are padding, which the whole parameter does not have.
     """
     begins = [0, *accumulate(map(sum, widths))]
-    shards = tuple((*shape[:dim], sum(own), *shape[dim + 1 :]) for own in zip(*widths, strict=True))
+    shards = tuple((*shape[:dim], sum(of_rank), *shape[dim + 1 :]) for of_rank in zip(*widths, strict=True))
     if begins[-1] != shape[dim]:
-        raise Misfit(f"its parts do not fill dimension {dim}", str(shape[dim]), str(begins[-1]))
+        raise UnknownSplit(f"its parts do not fill dimension {dim}", str(shape[dim]), str(begins[-1]))
     if vocabulary is not None and (dim or len(widths) != 1 or not 0 < vocabulary <= shape[0]):
-        raise Misfit("its padding is not behind its last row", f"a vocabulary of at most {shape[0]}", str(vocabulary))
-    ranks = []
+        raise UnknownSplit("its padding is not after its last row", f"at most {shape[0]} rows", str(vocabulary))
+    parts_by_rank = []
     for rank in range(len(widths[0])):
-        inside, parts = 0, list[Part]()
+        offset, parts = 0, list[Part]()
         for begin, width in zip(begins, widths, strict=False):
             first, size = begin + sum(width[:rank]), width[rank]
             if vocabulary is not None:
                 first, size = min(first, vocabulary), max(0, min(first + size, vocabulary) - first)
-            parts += parts_of(Box.along(shape, dim, first, size), Box.along(shape, dim, inside, size), shards[rank])
-            inside += width[rank]
-        ranks.append(tuple(parts))
+            parts += parts_of(Box.along(shape, dim, first, size), Box.along(shape, dim, offset, size), shards[rank])
+            offset += width[rank]
+        parts_by_rank.append(tuple(parts))
     whole = shape if vocabulary is None else (vocabulary, *shape[1:])
-    return Division(
+    return TensorSplit(
         whole,
-        tuple(ranks),
+        tuple(parts_by_rank),
         False,
         evidence,
         dim=dim,
@@ -193,119 +191,119 @@ def divided(
     )
 
 
-def redivided(division: Division, shape: Shape, tp: int) -> Division:
-    """A whole parameter of this shape as `tp` ranks divide it who cut it as `division` does, each part evenly.
+def resplit(split: TensorSplit, shape: Shape, tp: int) -> TensorSplit:
+    """Return how `tp` ranks split a whole parameter of this shape who cut it as `split` does, each piece evenly.
 
-    Rows behind a vocabulary are as many as make it even. Of one part the first ranks have one more where it is not, as
-    DeepSpeed cuts what is not cut by heads (`get_shard_size`, module_inject/tp_shard.py, 0.19.8): a run that cuts it
-    otherwise has other shapes, and does not load it. Misfit where one of several parts is not.
+    A vocabulary gets as many padding rows as an even cut needs. If a single piece is not even, the first ranks have one
+    more, as DeepSpeed cuts what is not cut by heads (`get_shard_size`, module_inject/tp_shard.py, 0.19.8): a run that
+    cuts it otherwise has other shapes, and does not load it. Raises UnknownSplit if one of several pieces is not even.
     """
-    if division.shape != shape:
-        raise Misfit("its whole is not what is said to be cut", _shapes([division.shape]), _shapes([shape]))
-    if division.replicated:
-        return replicated([shape] * tp, division.evidence)
-    dim, sizes = (division.dim, division.sizes) if division.sizes else _cut_sizes(division)
-    if division.vocabulary:
+    if split.shape != shape:
+        raise UnknownSplit("the parameter that was cut has another shape", _text([split.shape]), _text([shape]))
+    if split.replicated:
+        return replicated_split([shape] * tp, split.evidence)
+    dim, sizes = (split.dim, split.sizes) if split.sizes else _cut_sizes(split)
+    if split.vocabulary:
         rows = -(-shape[0] // tp)
-        return divided((rows * tp, *shape[1:]), 0, [[rows] * tp], division.evidence, vocabulary=shape[0])
+        return split_by_widths((rows * tp, *shape[1:]), 0, [[rows] * tp], split.evidence, vocabulary=shape[0])
     if len(sizes) > 1 and any(size % tp for size in sizes):
-        raise Misfit(f"its parts along dimension {dim} have no {tp} equal shares", f"multiples of {tp}", str([*sizes]))
+        raise UnknownSplit(f"its parts in dimension {dim} do not divide by {tp}", f"multiples of {tp}", str([*sizes]))
     shares = [[size // tp + (rank < size % tp) for rank in range(tp)] for size in sizes]
-    return divided(shape, dim, shares, division.evidence)
+    return split_by_widths(shape, dim, shares, split.evidence)
 
 
-def _cut_sizes(division: Division) -> tuple[int, tuple[int, ...]]:
-    """Along which dimension shards lie, and the sizes of what was cut one by one; Misfit where that cannot be told.
+def _cut_sizes(split: TensorSplit) -> tuple[int, tuple[int, ...]]:
+    """Return along which dimension shards lie, and the sizes of the pieces that were cut by themselves.
 
-    Each part is a run through the ranks from the first on, which has no less than others (`get_shard_size`,
-    module_inject/tp_shard.py, 0.19.8).
+    Each piece runs through the ranks from the first on, which has no less than others (`get_shard_size`,
+    module_inject/tp_shard.py, 0.19.8). Raises UnknownSplit if that cannot be told from the parts.
     """
-    boxes = [(part.box, rank) for rank, parts in enumerate(division.ranks) for part in parts]
-    axes = [axis for axis, whole in enumerate(division.shape) if any(box.size[axis] != whole for box, _ in boxes)]
+    boxes = [(part.box, rank) for rank, parts in enumerate(split.parts_by_rank) for part in parts]
+    axes = [axis for axis, whole in enumerate(split.shape) if any(box.size[axis] != whole for box, _ in boxes)]
     dim = axes[-1] if axes else 0  # a shard of several parts lies there row by row
-    sizes, firsts, last = list[int](), set[int](), len(division.ranks)
+    sizes, firsts, last = list[int](), set[int](), len(split.parts_by_rank)
     for begin, numel, rank in sorted({(box.offset[dim], box.size[dim], rank) for box, rank in boxes}):
         if rank <= last and begin == sum(sizes):
             sizes.append(0)
             firsts.add(rank)
         sizes[-1] += numel
         last = rank
-    if not axes or firsts != {0} or sum(sizes) != division.shape[dim]:
+    if not axes or firsts != {0} or sum(sizes) != split.shape[dim]:
         expected, found = "parts along one dimension, each from the first rank on", f"{len(axes)} dimensions"
-        raise Misfit("how it is cut into parts cannot be told", expected, found)
+        raise UnknownSplit("how it is cut into parts cannot be told", expected, found)
     return dim, tuple(sizes)
 
 
-def pattern_info(divided: Mapping[str, Division]) -> dict[str, object]:
-    """What a run that divides so would have saved as `universal_checkpoint_info` (checkpoint/ds_to_universal.py).
+def pattern_info(splits: Mapping[str, TensorSplit]) -> dict[str, object]:
+    """Return the `universal_checkpoint_info` that a run with these splits would save (checkpoint/ds_to_universal.py).
 
-    As of version 0.2 of it, which takes equal shares; where some are not, of 0.4, which wants the widths of all.
+    That is version 0.2, which assumes equal shares; if some are unequal, 0.4, which needs the widths of all.
     """
-    named = {name: f"^{re.escape(name)}$" for name in divided}
-    vocabularies = {name: one.shape[0] for name, one in divided.items() if one.vocabulary}
-    parts = [
+    patterns = {name: f"^{re.escape(name)}$" for name in splits}
+    vocabularies = {name: split.shape[0] for name, split in splits.items() if split.vocabulary}
+    sub_params = [
         {
-            "patterns": [named[name]],
-            "shape": (*one.shape[: one.dim], one.sizes, *one.shape[one.dim + 1 :]),
-            "partition_dim": one.dim,
+            "patterns": [patterns[name]],
+            "shape": (*split.shape[: split.dim], split.sizes, *split.shape[split.dim + 1 :]),
+            "partition_dim": split.dim,
         }
-        for name, one in divided.items()
-        if not one.replicated and not one.vocabulary
+        for name, split in splits.items()
+        if not split.replicated and not split.vocabulary
     ]
-    widths = {named[name]: [[*own] for own in one.widths] for name, one in divided.items() if one.widths}
-    uneven = any(len(set(own)) > 1 for of in widths.values() for own in of)
+    widths = {patterns[name]: [[*piece] for piece in split.widths] for name, split in splits.items() if split.widths}
+    uneven = any(len(set(piece)) > 1 for pieces in widths.values() for piece in pieces)
     return {
         "universal_checkpoint_version": 0.4 if uneven else 0.2,
         **({"sub_param_shard_widths": widths} if uneven else {}),
-        "tp_replicated_parameter_patterns": [named[name] for name, one in divided.items() if one.replicated],
-        "parameter_with_sub_params": parts,
-        "vocabulary_parameter_patterns": [named[name] for name in vocabularies],
+        "tp_replicated_parameter_patterns": [patterns[name] for name, split in splits.items() if split.replicated],
+        "parameter_with_sub_params": sub_params,
+        "vocabulary_parameter_patterns": [patterns[name] for name in vocabularies],
         **({"original_vocab_size": max(vocabularies.values())} if vocabularies else {}),
     }
 
 
-def replicated(shards: Sequence[Shape], evidence: str, *, owner: int | None = None) -> Division:
-    """A tensor of which all ranks have a copy; Misfit where their shapes differ, or none is the owner's."""
+def replicated_split(shards: Sequence[Shape], evidence: str, *, owner: int | None = None) -> TensorSplit:
+    """Return the split of a tensor of which all ranks have a copy; raises UnknownSplit if shapes differ."""
     owner = owner if len(shards) > 1 else None
     if owner is not None and owner >= len(shards):
-        raise Misfit("the rule names a rank that it has no copy of", f"an owner below {len(shards)}", str(owner))
+        raise UnknownSplit("the rule names a rank that it has no copy of", f"an owner below {len(shards)}", str(owner))
     if len(set(shards)) != 1:
-        raise Misfit("it is said to be the same on all ranks", "one shape", _shapes(shards))
+        raise UnknownSplit("it is said to be the same on all ranks", "one shape", _text(shards))
     whole = (Part(Box.whole(shards[0]), 0),) if prod(shards[0]) else ()
-    every = (whole,) * len(shards)
-    return Division(shards[0], every, replicated=True, evidence=evidence, owner=owner, shards=tuple(shards))
+    parts = (whole,) * len(shards)
+    return TensorSplit(shards[0], parts, replicated=True, evidence=evidence, owner=owner, shards=tuple(shards))
 
 
-def _whole(shards: Sequence[Shape], dim: int) -> Shape:
+def _whole_shape(shards: Sequence[Shape], dim: int) -> Shape:
     return (*shards[0][:dim], sum(shape[dim] for shape in shards), *shards[0][dim + 1 :])
 
 
-def _shapes(shards: Sequence[Shape]) -> str:
+def _text(shards: Sequence[Shape]) -> str:
     return ", ".join("x".join(map(str, shape)) or "a scalar" for shape in shards)
 
 
 def affine_maps(info: Mapping[str, object]) -> Mapping[object, object]:
-    """What `universal_checkpoint_info` says of parameters by affine maps, by the patterns of their names."""
+    """Return the affine maps of `universal_checkpoint_info`, by the patterns of their parameters' names."""
     maps = info.get("affine_map")
     params = maps.get("params") if isinstance(maps, Mapping) and maps.get("version") == 1 else None
     return params if isinstance(params, Mapping) else {}
 
 
-def shard_shapes(entry: object) -> list[Shape]:
-    """The shapes of the ranks' shards by an affine map, as far as it says them."""
+def shapes_in_affine_map(entry: object) -> list[Shape]:
+    """Return the shapes of the ranks' shards in an affine map, as far as it has them."""
     ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
-    held = [ranks[rank] for rank in sorted(ranks, key=int)] if isinstance(ranks, Mapping) else []
-    return [_numbers(one.get("shard_shape")) for one in held if isinstance(one, Mapping)]
+    shards = [ranks[rank] for rank in sorted(ranks, key=int)] if isinstance(ranks, Mapping) else []
+    return [_numbers(shard.get("shard_shape")) for shard in shards if isinstance(shard, Mapping)]
 
 
-class _Said:
-    """What `universal_checkpoint_info` says; Misfit where it says nothing of a parameter, or two things."""
+class _SavedSplits:
+    """Splits by `universal_checkpoint_info`; raises UnknownSplit if it has none for a parameter, or several."""
 
     _ROW, _REPLICATED = "parameter_with_row_parallelism_patterns", "tp_replicated_parameter_patterns"
     _HALVES, _PARTS = "parameter_with_2_sub_params_cat_dim_0", "parameter_with_sub_params"
     _VOCABULARY, _AVERAGE = "vocabulary_parameter_patterns", "parameter_to_average_patterns"
 
-    def __init__(self, evidence: Evidence) -> None:
+    def __init__(self, evidence: SplitEvidence) -> None:
         self.unnamed: set[str] = set()
         self._evidence, self._info = evidence, (info := evidence.info)
         self._maps = affine_maps(info)
@@ -315,7 +313,7 @@ class _Said:
         self._reasons = Patterns(self._unsupported)
         kinds = (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE, self._VOCABULARY)
         lists = {kind: info.get(kind) for kind in kinds}
-        self._named = {kind: Patterns(one) for kind, one in lists.items() if isinstance(one, (list, tuple))}
+        self._named = {kind: Patterns(found) for kind, found in lists.items() if isinstance(found, (list, tuple))}
         entries = info.get(self._PARTS)
         self._parts: dict[str, Mapping[object, object]] = {
             str(pattern): entry
@@ -325,212 +323,212 @@ class _Said:
         }
         self._in_parts = Patterns(self._parts)
 
-    def of(self, name: str, shards: Sequence[Shape]) -> Division:
-        reasons = [self._unsupported[pattern] for pattern in self._reasons.of(name)]
+    def split_of(self, name: str, shards: Sequence[Shape]) -> TensorSplit:
+        reasons = [self._unsupported[pattern] for pattern in self._reasons.matching(name)]
         if reasons:
-            raise Misfit("the run that saved it did not know how it is cut", "a known layout", str(reasons[0]))
-        maps = [self._maps[pattern] for pattern in self._mapped.of(name)]
+            raise UnknownSplit("the run that saved it did not know how it is cut", "a known layout", str(reasons[0]))
+        maps = [self._maps[pattern] for pattern in self._mapped.matching(name)]
         if len(maps) > 1:
-            raise Misfit("two affine maps name it", "one", str(len(maps)))
+            raise UnknownSplit("two affine maps match it", "one", str(len(maps)))
         if maps:
-            return _by_affine_map(maps[0], shards)
+            return _affine_split(maps[0], shards)
         if not self._info:
             return self._by_attributes(name, shards)
-        named = {kind for kind in (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE) if self._names(kind, name)}
-        parts = {pattern: self._parts[pattern] for pattern in self._in_parts.of(name)}
+        named = {kind for kind in (self._ROW, self._REPLICATED, self._HALVES, self._AVERAGE) if self._fits(kind, name)}
+        parts = {pattern: self._parts[pattern] for pattern in self._in_parts.matching(name)}
         if len(named) + len(parts) > 1:
-            raise Misfit("two patterns of the checkpoint name it", "one", ", ".join([*sorted(named), *parts]))
-        vocabulary = self._info.get("original_vocab_size") if self._names(self._VOCABULARY, name) else None
+            raise UnknownSplit("two patterns of the checkpoint match it", "one", ", ".join([*sorted(named), *parts]))
+        vocabulary = self._info.get("original_vocab_size") if self._fits(self._VOCABULARY, name) else None
         evidence = "pattern"
         if self._AVERAGE in named:
-            raise Misfit("its copies may differ between ranks, and are averaged", "one value", self._AVERAGE)
+            raise UnknownSplit("its copies may differ between ranks, and are averaged", "one value", self._AVERAGE)
         if self._REPLICATED in named:
-            return replicated(shards, evidence)
+            return replicated_split(shards, evidence)
         if parts:
-            return _by_sub_params(next(iter(parts.values())), shards, self._widths(next(iter(parts))), evidence)
+            return _parts_split(next(iter(parts.values())), shards, self._widths(next(iter(parts))), evidence)
         if isinstance(vocabulary, bool) or not isinstance(vocabulary, int | None):
-            raise Misfit("its vocabulary's size is malformed", "a number", repr(vocabulary))
+            raise UnknownSplit("its vocabulary's size is malformed", "a number", repr(vocabulary))
         if not named and vocabulary is None:
             return self._unnamed(name, shards)
         rule = Rule(name, dim=1 if self._ROW in named else 0, parts=2 if self._HALVES in named else 1)
-        return _by_rule(rule._replace(vocabulary=vocabulary), shards, evidence)
+        return _rule_split(rule._replace(vocabulary=vocabulary), shards, evidence)
 
-    def _unnamed(self, name: str, shards: Sequence[Shape]) -> Division:
-        """By what no pattern says: of AutoTP by its own release, of others as DeepSpeed takes it."""
+    def _unnamed(self, name: str, shards: Sequence[Shape]) -> TensorSplit:
+        """Return the split of a parameter that no pattern matches: by AutoTP's release, else as DeepSpeed assumes."""
         self.unnamed.add(name)
         if not self._evidence.autotp:
-            return _by_rule(Rule(name), shards, UNNAMED)
+            return _rule_split(Rule(name), shards, UNNAMED)
         if any(part in name for part in _FUSED):
-            what = "it may be a fused projection, which DeepSpeed before 0.19.6 cuts in parts that no file names"
-            raise Misfit(what, 'a rule with its "parts"', f"shards of {_shapes(shards)}")
-        version, whole = self._info.get("universal_checkpoint_version"), self._evidence.whole.get(name)
+            what = "it may be a fused projection, whose parts DeepSpeed before 0.19.6 does not save"
+            raise UnknownSplit(what, 'a rule with its "parts"', f"shards of {_text(shards)}")
+        version, whole_shape = self._info.get("universal_checkpoint_version"), self._evidence.whole_shapes.get(name)
         if isinstance(version, float) and version >= 0.3:
-            return _by_rule(Rule(name), shards, "pattern")
-        if whole is None:
-            what = "no pattern names it, and DeepSpeed before 0.19.2 names only some of what it has not cut"
+            return _rule_split(Rule(name), shards, "pattern")
+        if whole_shape is None:
+            what = "no pattern matches it, and DeepSpeed before 0.19.2 lists only some of the uncut parameters"
             expected = "a rule, or a run with one tensor-parallel rank"
-            raise Misfit(what, expected, f"shards of {_shapes(shards)}")
-        return _by_rule(Rule(name, replicated=all(shape == whole for shape in shards)), shards, "shapes of this run")
+            raise UnknownSplit(what, expected, f"shards of {_text(shards)}")
+        return _rule_split(Rule(name, replicated=all(s == whole_shape for s in shards)), shards, "shapes of this run")
 
-    def _by_attributes(self, name: str, shards: Sequence[Shape]) -> Division:
-        """By what the parameters of a run tell (`set_tensor_model_parallel_attributes` of Megatron)."""
-        live = self._evidence.live
-        if name not in live:
-            raise Misfit("nothing says how it is cut", "a rule", f"shards of {_shapes(shards)}")
-        rule = live[name]
+    def _by_attributes(self, name: str, shards: Sequence[Shape]) -> TensorSplit:
+        """Return the split by attributes of a run's parameters (Megatron's `set_tensor_model_parallel_attributes`)."""
+        rules = self._evidence.live_rules
+        if name not in rules:
+            raise UnknownSplit("nothing says how it is cut", "a rule", f"shards of {_text(shards)}")
+        rule = rules[name]
         if rule is None:
-            what = "its partition_dim is 0, which does not tell whether parts of it are cut one by one"
-            raise Misfit(what, 'a rule, with "parts" where it is several projections', f"shards of {_shapes(shards)}")
-        return _by_rule(rule, shards, "partition_dim")
+            what = "its partition_dim is 0, which does not say whether it is cut as one piece or as several"
+            raise UnknownSplit(what, 'a rule, with "parts" if it is several projections', f"shards of {_text(shards)}")
+        return _rule_split(rule, shards, "partition_dim")
 
     def refuse_scaled(self, name: str) -> None:
-        """Misfit where a rank has saved multiples of its shard, which no rule makes right."""
-        for pattern in self._mapped.of(name):
+        """Raise UnknownSplit if a rank saved multiples of its shard, which no rule makes right."""
+        for pattern in self._mapped.matching(name):
             entry = self._maps[pattern]
             ranks = entry.get("ranks") if isinstance(entry, Mapping) else None
-            for held in ranks.values() if isinstance(ranks, Mapping) else ():
-                pieces = held.get("pieces") if isinstance(held, Mapping) else None
+            for shard in ranks.values() if isinstance(ranks, Mapping) else ():
+                pieces = shard.get("pieces") if isinstance(shard, Mapping) else None
                 for piece in pieces if isinstance(pieces, (list, tuple)) else ():
                     scale = piece.get("scale", 1) if isinstance(piece, Mapping) else 1
                     if scale != 1:
-                        what = "its affine map scales it, which an optimizer's states do not follow"
+                        what = "its affine map scales it, but not the optimizer's states"
                         mend = "load it with the tensor-parallel size that was saved"
-                        raise Misfit(what, "a scale of 1", repr(scale), mend)
+                        raise UnknownSplit(what, "a scale of 1", repr(scale), mend)
 
-    def _names(self, kind: str, name: str) -> bool:
-        return kind in self._named and bool(self._named[kind].of(name))
+    def _fits(self, kind: str, name: str) -> bool:
+        return kind in self._named and bool(self._named[kind].matching(name))
 
     def _widths(self, pattern: str) -> object:
-        known = self._info.get("sub_param_shard_widths")
-        return known.get(pattern) if isinstance(known, Mapping) else None
+        all_widths = self._info.get("sub_param_shard_widths")
+        return all_widths.get(pattern) if isinstance(all_widths, Mapping) else None
 
 
-def _by_sub_params(entry: Mapping[object, object], shards: Sequence[Shape], known: object, evidence: str) -> Division:
-    """By `SubparamShape(patterns, shape, partition_dim)`: the shape has the sizes of the parts along that dimension.
+def _parts_split(entry: Mapping[object, object], shards: Sequence[Shape], known: object, evidence: str) -> TensorSplit:
+    """Return the split by `SubparamShape(patterns, shape, partition_dim)`: the shape has the parts' sizes at that dim.
 
     Releases before 0.19.6 give the number of equal parts instead, and no widths: they cut evenly.
     """
     dim, shape = entry.get("partition_dim"), entry.get("shape")
     if not isinstance(dim, int) or not isinstance(shape, (list, tuple)) or not 0 <= dim < len(shape):
-        raise Misfit("its parts are malformed", "a shape and a dimension of it", f"{shape!r}, {dim!r}")
+        raise UnknownSplit("its parts are malformed", "a shape and a dimension of it", f"{shape!r}, {dim!r}")
     sizes = shape[dim]
     rule = Rule("", dim=dim, parts=tuple(sizes) if isinstance(sizes, (list, tuple)) else sizes)
     if not isinstance(known, (list, tuple)):
-        return _by_rule(rule, shards, evidence)
+        return _rule_split(rule, shards, evidence)
     widths = [list(width) for width in known if isinstance(width, (list, tuple)) and len(width) == len(shards)]
     sums = [sum(column) for column in zip(*widths, strict=True)]
-    if len(widths) != len(known) or sums != [one[dim] for one in shards]:
-        raise Misfit("its shards have other widths than the checkpoint says", f"{known}", _shapes(shards))
-    return divided(_whole(shards, dim), dim, widths, evidence)
+    if len(widths) != len(known) or sums != [shard[dim] for shard in shards]:
+        raise UnknownSplit("its shards have other widths than the checkpoint says", f"{known}", _text(shards))
+    return split_by_widths(_whole_shape(shards, dim), dim, widths, evidence)
 
 
-def _by_affine_map(entry: object, shards: Sequence[Shape]) -> Division:
-    """By the pieces of each shard: blocks that `torch.as_strided` takes out of the whole and of the shard."""
+def _affine_split(entry: object, shards: Sequence[Shape]) -> TensorSplit:
+    """Return the split by the pieces of each shard: `torch.as_strided` blocks of the whole and of the shard."""
     if not isinstance(entry, Mapping) or not isinstance(entry.get("ranks"), Mapping):
-        raise Misfit("its affine map is malformed", "a shape and the pieces of each rank", repr(entry)[:80])
+        raise UnknownSplit("its affine map is malformed", "a shape and the pieces of each rank", repr(entry)[:80])
     shape = _numbers(entry.get("logical_shape"))
     ranks = []
     for rank, shard in enumerate(shards):
-        held = entry["ranks"].get(rank, entry["ranks"].get(str(rank)))
-        pieces = held.get("pieces") if isinstance(held, Mapping) else None
-        if not isinstance(held, Mapping) or not isinstance(pieces, (list, tuple)):
-            raise Misfit("its affine map lacks a rank", f"{len(shards)} ranks", f"no pieces of rank {rank}")
-        if _numbers(held.get("shard_shape")) != shard:
-            raise Misfit("its affine map is of another shard", str(held.get("shard_shape")), _shapes([shard]))
-        ranks.append(tuple(part for piece in pieces for part in _by_piece(piece, shape, shard)))
+        rank_map = entry["ranks"].get(rank, entry["ranks"].get(str(rank)))
+        pieces = rank_map.get("pieces") if isinstance(rank_map, Mapping) else None
+        if not isinstance(rank_map, Mapping) or not isinstance(pieces, (list, tuple)):
+            raise UnknownSplit("its affine map lacks a rank", f"{len(shards)} ranks", f"no pieces of rank {rank}")
+        if _numbers(rank_map.get("shard_shape")) != shard:
+            raise UnknownSplit("its affine map is of another shard", str(rank_map.get("shard_shape")), _text([shard]))
+        ranks.append(tuple(part for piece in pieces for part in _parts_of_piece(piece, shape, shard)))
     whole = (Part(Box.whole(shape), 0),)
     replicated = len(shards) > 1 and all(parts == whole for parts in ranks)
     evidence = "affine map"
-    return Division(shape, tuple(ranks), replicated=replicated, evidence=evidence, shards=tuple(shards))
+    return TensorSplit(shape, tuple(ranks), replicated=replicated, evidence=evidence, shards=tuple(shards))
 
 
-def _by_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
+def _parts_of_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
     if not isinstance(piece, Mapping):
-        raise Misfit("its affine map is malformed", "a block", repr(piece)[:80])
+        raise UnknownSplit("its affine map is malformed", "a block", repr(piece)[:80])
     size = _numbers(piece.get("shape"))
     if not prod(size):
         return
-    here, there = (_placed(piece.get(side), size, of) for side, of in (("source", shape), ("dest", shard)))
-    if here is None or there is None:
-        raise Misfit("its affine map does not place blocks", "boxes, row-major on both sides", repr(piece)[:120])
-    yield from parts_of(Box(offset=here, size=size), Box(offset=there, size=size), shard)
+    source, dest = (_first_index(piece.get(side), size, of) for side, of in (("source", shape), ("dest", shard)))
+    if source is None or dest is None:
+        raise UnknownSplit("its affine map does not place blocks", "boxes, row-major on both sides", repr(piece)[:120])
+    yield from parts_of(Box(offset=source, size=size), Box(offset=dest, size=size), shard)
 
 
-def _placed(said: object, size: Shape, shape: Shape) -> Shape | None:
-    """The index of a block's first element in a tensor of a shape; None where it is no box of that."""
-    if not isinstance(said, (list, tuple)) or len(said) != 2 or len(size) != len(shape):
+def _first_index(saved: object, size: Shape, shape: Shape) -> Shape | None:
+    """Return the index of a block's first element in a tensor of this shape; None if the block is no box of it."""
+    if not isinstance(saved, (list, tuple)) or len(saved) != 2 or len(size) != len(shape):
         return None
-    strides, own = _numbers(said[1]), tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
-    if not isinstance(said[0], int) or any(a != b for a, b, n in zip(strides, own, size, strict=True) if n > 1):
+    strides, row_major = _numbers(saved[1]), tuple(prod(shape[axis + 1 :]) for axis in range(len(shape)))
+    if not isinstance(saved[0], int) or any(a != b for a, b, n in zip(strides, row_major, size, strict=True) if n > 1):
         return None
-    left, index = said[0], []
-    for stride in own:
-        at, left = divmod(left, max(1, stride))
-        index.append(at)
-    fits = all(at >= 0 and at + n <= of for at, n, of in zip(index, size, shape, strict=True))
-    return tuple(index) if fits and not left else None
+    offset, index = saved[0], []
+    for stride in row_major:
+        position, offset = divmod(offset, max(1, stride))
+        index.append(position)
+    fits = all(at >= 0 and at + count <= limit for at, count, limit in zip(index, size, shape, strict=True))
+    return tuple(index) if fits and not offset else None
 
 
-def _numbers(said: object) -> Shape:
-    if not isinstance(said, (list, tuple)) or not all(type(one) is int and one >= 0 for one in said):
-        raise Misfit("its affine map is malformed", "a list of numbers", repr(said)[:80])
-    return tuple(said)
+def _numbers(value: object) -> Shape:
+    if not isinstance(value, (list, tuple)) or not all(type(number) is int and number >= 0 for number in value):
+        raise UnknownSplit("its affine map is malformed", "a list of numbers", repr(value)[:80])
+    return tuple(value)
 
 
-def _rule(name: str, **said: object) -> str:
-    return json.dumps({"parameters": re.escape(name), **said})
+def _rule_json(name: str, **fields: object) -> str:
+    return json.dumps({"parameters": re.escape(name), **fields})
 
 
 def padding_rules(sizes: Mapping[str, int]) -> str:
-    """The line of a run's JSON that says how many rows of parameters are a vocabulary's, and no padding."""
-    return _RULE % ", ".join(_rule(name, vocabulary=size) for name, size in sizes.items())
+    """Return the line of a run's JSON that says how many rows of parameters are a vocabulary's, and no padding."""
+    return _RULE % ", ".join(_rule_json(name, vocabulary=size) for name, size in sizes.items())
 
 
-def evidence_of(model: ModelStates) -> Evidence:
-    """What a model file says of how ranks divide parameters."""
+def evidence_of(model: ModelStates) -> SplitEvidence:
+    """Return what a model file says of how ranks split parameters."""
     info = model.entries.get("universal_checkpoint_info")
     size = section(model.config, "tensor_parallel").get("autotp_size")
-    return Evidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
+    return SplitEvidence(info if isinstance(info, dict) else {}, autotp=isinstance(size, int) and size > 1)
 
 
-def vocabularies(
+def vocabulary_splits(
     model: ModelStates,
     shards: Mapping[str, Sequence[Shape]],
     rules: Sequence[Rule],
     *,
     info: Mapping[str, object] | None = None,
-) -> dict[str, Division]:
-    """The parameters whose last rows are padding, as rules, `info` or else the model file say."""
-    evidence = evidence_of(model) if info is None else Evidence(info)
+) -> dict[str, TensorSplit]:
+    """Return the splits of parameters whose last rows are padding, by rules, and by `info` or else the model file."""
+    evidence = evidence_of(model) if info is None else SplitEvidence(info)
     if "original_vocab_size" not in evidence.info and not any(rule.vocabulary for rule in rules):
         return {}
-    found, _ = divisions(shards, evidence, rules)
-    return {name: division for name, division in found.items() if division.vocabulary}
+    splits, _ = find_splits(shards, evidence, rules)
+    return {name: split for name, split in splits.items() if split.vocabulary}
 
 
-def unknown_faults(unknown: Mapping[str, Misfit], path: str) -> list[Fault]:
-    """Why parameters cannot be made whole, and the rules that would say how, with what is usual for the truth."""
-    rules = [_rule(name, dim=0) for name, misfit in unknown.items() if not misfit.mend]
-    shown = ", ".join(rules[:_RULES]) + (", ..." if len(rules) > _RULES else "")
+def unknown_split_faults(unknown: Mapping[str, UnknownSplit], path: str) -> list[Fault]:
+    """Return one fault for each parameter whose split is unknown, with a suggested rule that cuts along dimension 0."""
+    rules = [_rule_json(name, dim=0) for name, reason in unknown.items() if not reason.mend]
+    shown = ", ".join(rules[:_MAX_RULES]) + (", ..." if len(rules) > _MAX_RULES else "")
     mend = f"say how {'each' if len(rules) > 1 else 'it'} is cut: {_RULE % shown}{_TO_A_TOOL}"
     return [
-        UnsupportedLayout.fault(f"{path}: {name}", misfit.what, misfit.expected, misfit.found, mend=misfit.mend or mend)
-        for name, misfit in unknown.items()
+        UnsupportedLayout.fault(f"{path}: {name}", reason.what, reason.expected, reason.found, mend=reason.mend or mend)
+        for name, reason in unknown.items()
     ]
 
 
-def uncovered(name: str, division: Division, shapes: Sequence[Shape]) -> Iterator[Fault]:
-    """Where parts do not lie in their shards, or do not make the whole."""
-    mend = f"say how it is cut: {_RULE % _rule(name, dim=0)}{_TO_A_TOOL}{_SHARED}"
-    for parts, shape in zip(division.ranks, shapes, strict=True):
+def coverage_faults(name: str, split: TensorSplit, shapes: Sequence[Shape]) -> Iterator[Fault]:
+    """Yield a fault if parts leave their shards, or do not make up the whole."""
+    mend = f"say how it is cut: {_RULE % _rule_json(name, dim=0)}{_TO_A_TOOL}{_SHARED}"
+    for parts, shape in zip(split.parts_by_rank, shapes, strict=True):
         if any(part.element_offset < 0 or part.element_offset + part.box.numel > prod(shape) for part in parts):
-            what = "is said to have parts that leave its shard"
+            what = "has parts that lie outside its shard"
             yield UnsupportedLayout.fault(f"parameter {name}", what, f"{prod(shape)} elements", "more", mend=mend)
             return
-    if division.replicated:
+    if split.replicated:
         return
     try:
-        check_cover([part.box for parts in division.ranks for part in parts], division.shape)
+        check_cover([part.box for parts in split.parts_by_rank for part in parts], split.shape)
     except ValueError as error:
-        what = "is said to have parts that do not make the whole"
-        yield UnsupportedLayout.fault(f"parameter {name}", what, f"{list(division.shape)}", str(error), mend=mend)
+        what = "has parts that do not make up the whole"
+        yield UnsupportedLayout.fault(f"parameter {name}", what, f"{list(split.shape)}", str(error), mend=mend)

@@ -1,7 +1,7 @@
-"""A universal checkpoint: every trained tensor whole, in a file of its own; names and shapes from the model file.
+"""Read a universal checkpoint: every trained tensor whole, in one file; names and shapes are in the model file.
 
-Made by deepspeed/checkpoint/ds_to_universal.py (0.19.8) of a ZeRO checkpoint: `zero/<parameter>/<state>.pt`, and
-`zero/optimizer_state.pt`, which has what all parameters of a group have alike.
+deepspeed/checkpoint/ds_to_universal.py (0.19.8) makes it from a ZeRO checkpoint: `zero/<parameter>/<state>.pt`, and
+`zero/optimizer_state.pt`, which has what all parameters of a group have in common.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_reshard.errors import (
     faults_of,
     raise_faults,
 )
-from ds_reshard.formats.zero.flat import whole
+from ds_reshard.formats.zero.flat import whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
@@ -39,11 +39,11 @@ from ds_reshard.model.region import Shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommonState:
-    """The entries of the file; `buffers[g]` are the flat buffers (entries of `param_shapes`) of param group g.
+    """The entries of `optimizer_state.pt`; `buffers[g]` are the flat buffers (entries of `param_shapes`) of group g.
 
-    `kept` are states that the optimizer kept of each flat buffer, None where nothing here tells; `scalars` those of
-    them that are one value and lie here. `own` says that `ds-reshard convert` wrote it, which leaves no state out and
-    names the members of each param group.
+    `states` are the names of the states that the optimizer kept of each flat buffer, None if the file does not say;
+    `scalars` are those with a single value in this file. `by_ds_reshard` is set if `ds-reshard convert` wrote the file:
+    then no state is left out, and each param group names its members.
     """
 
     path: str
@@ -52,30 +52,30 @@ class CommonState:
     entries: Mapping[str, object]
     groups: tuple[Mapping[str, object], ...]
     buffers: tuple[tuple[int, ...], ...]
-    kept: Sequence[frozenset[str]] | None
+    states: Sequence[frozenset[str]] | None
     scalars: Sequence[Mapping[str, Scalar]]
-    own: bool
+    by_ds_reshard: bool
 
 
 def read_common(path: str, model: ModelStates) -> CommonState:
-    """Read the file: directory, pickle and scalar states. Raises CheckpointDamaged where it is of another model."""
+    """Read the file: directory, pickle and scalar states. Raises CheckpointDamaged if it belongs to another model."""
     count = len(model.param_shapes or ())
     with open_archive(path) as archive:
         check_root(path, "optimizer_state", archive.root)
         entries = archive.load()
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
-            raise fail(path, "is no common state of a universal checkpoint", "'param_groups'", keys_of(entries))
-        own, numbered = _numbered(path, entries["param_groups"], model)
+            raise fail(path, "is not a universal checkpoint's common state", "'param_groups'", keys_of(entries))
+        by_ds_reshard, numbered = _with_buffer_numbers(path, entries["param_groups"], model)
         _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
         if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
             raise fail(path, "param groups and the model file's param_shapes differ", f"{count}", str(buffers))
-        partitions = _embedded(path, archive, entries, count)
+        partitions = _embedded_partitions(path, archive, entries, count)
         nbytes = archive.nbytes
-    kept: Sequence[frozenset[str]] | None = None
+    states: Sequence[frozenset[str]] | None = None
     if partitions is not None:
-        kept = [frozenset({*p.states, *p.scalars, *p.unfollowed}) for p in partitions]
-    elif own:
-        kept = [frozenset[str]()] * count
+        states = [frozenset({*p.states, *p.scalars, *p.unreshardable}) for p in partitions]
+    elif by_ds_reshard:
+        states = [frozenset[str]()] * count
     return CommonState(
         path=path,
         nbytes=nbytes,
@@ -83,19 +83,19 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         entries=entries,
         groups=groups,
         buffers=buffers,
-        kept=kept,
-        scalars=[_alike(p) for p in partitions] if partitions is not None else [{}] * count,
-        own=own,
+        states=states,
+        scalars=[_scalars_on_all_ranks(p) for p in partitions] if partitions is not None else [{}] * count,
+        by_ds_reshard=by_ds_reshard,
     )
 
 
-def _numbered(path: str, groups: list[object], model: ModelStates) -> tuple[bool, list[object]]:
-    """The param groups with the numbers of their flat buffers, and whether they named their members instead."""
+def _with_buffer_numbers(path: str, groups: list[object], model: ModelStates) -> tuple[bool, list[object]]:
+    """Return the param groups with the numbers of their flat buffers, behind True if they had named their members."""
     shapes = model.param_shapes or ()
-    given = [group.get("params") if isinstance(group, dict) else None for group in groups]
-    if not any(isinstance(name, str) for params in given if isinstance(params, list) for name in params):
+    members = [group.get("params") if isinstance(group, dict) else None for group in groups]
+    if not any(isinstance(name, str) for params in members if isinstance(params, list) for name in params):
         return False, groups
-    if len(groups) != len(shapes) or any(params != list(names) for params, names in zip(given, shapes, strict=True)):
+    if len(groups) != len(shapes) or any(params != list(names) for params, names in zip(members, shapes, strict=True)):
         raise fail(path, "param groups and the model file's param_shapes differ", f"{len(shapes)}", f"{len(groups)}")
     numbered: list[object] = [
         {**group, "params": [number]} for number, group in enumerate(groups) if isinstance(group, dict)
@@ -103,10 +103,10 @@ def _numbered(path: str, groups: list[object], model: ModelStates) -> tuple[bool
     return True, numbered
 
 
-def _embedded(
+def _embedded_partitions(
     path: str, archive: TorchArchive, entries: Mapping[str, object], count: int
 ) -> tuple[Partition, ...] | None:
-    """Rank 0's partitions, which ds_to_universal leaves in the common state of a stage-3 checkpoint."""
+    """Return rank 0's partitions, which ds_to_universal leaves in the file for a stage-3 checkpoint, or None."""
     if "fp32_flat_groups" not in entries:
         return None
     partitions = sub_groups(path, archive, {}, entries).partitions
@@ -115,8 +115,8 @@ def _embedded(
     return partitions
 
 
-def _alike(partition: Partition) -> Mapping[str, Scalar]:
-    """The scalar states that all ranks have alike: an optimizer may keep others per rank, and these are rank 0's."""
+def _scalars_on_all_ranks(partition: Partition) -> Mapping[str, Scalar]:
+    """Return the scalar states that are equal on all ranks. Others may be kept per rank, and these are rank 0's."""
     return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
 
 
@@ -128,18 +128,18 @@ _PARAM, _VOCABULARY, _EXPERT, _EXPERTS = "param", "vocab_tensor", "is_expert_par
 
 
 def state_file(name: str, kind: str) -> str:
-    """The file of one state of one parameter, below the checkpoint's folder."""
+    """Return the path of one state of one parameter, below the checkpoint's folder."""
     return f"{ZERO}/{name}/{kind}.pt"
 
 
 def is_state_file(path: str, folder: str) -> bool:
-    """Whether a file of the universal checkpoint `folder` has one state of one parameter."""
+    """True if a file of the universal checkpoint `folder` holds one state of one parameter."""
     return path.startswith(f"{folder}/{ZERO}/") and path != f"{folder}/{OPTIMIZER_STATE}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFile:
-    """One state of one parameter: a tensor, or with `tensor` None one value; `keys` are what lies beside the tensor."""
+    """One state of one parameter: a tensor, or one value if `tensor` is None; `keys` are the entries beside it."""
 
     path: str
     tensor: TensorRecord | None
@@ -148,23 +148,23 @@ class StateFile:
 
     @property
     def stripped(self) -> bool:
-        """Whether rows that pad the vocabulary may be missing."""
+        """True if rows that pad the vocabulary may be missing."""
         return _VOCABULARY in self.keys
 
     @property
     def from_weights(self) -> bool:
-        """Whether it has the form in which ds_to_universal copies the model's weight, for want of a master."""
+        """True if the file looks like ds_to_universal's copy of the model's weight, made for lack of a master."""
         return self.keys == {_PARAM}
 
 
 def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, int]], list[Fault]]:
-    """For each parameter its states and their bytes; a fault for each parameter that has no folder."""
-    found: dict[str, dict[str, int]] = {}
+    """Return each parameter's states with their bytes, and a fault for each parameter without a folder."""
+    states_by_name: dict[str, dict[str, int]] = {}
     faults: list[Fault] = []
     for name in names:
         where = f"{folder}/{ZERO}/{name}"
         if os.path.isabs(name) or ".." in name.split("/"):
-            faults.append(damaged(folder, "names a parameter that is no name of a file", "a plain name", repr(name)))
+            faults.append(damaged(folder, "has a parameter name that cannot be a path", "a plain name", repr(name)))
             continue
         sizes = {file: nbytes for file, nbytes in folders.files(where).items() if file.endswith(".pt")}
         if not sizes and not folders.is_folder(where):
@@ -173,45 +173,45 @@ def list_states(folder: str, names: Iterable[str]) -> tuple[dict[str, dict[str, 
             expected = "a folder with its master and states"
             faults.append(CheckpointDamaged.fault(where, what, expected, "none", mend=mend))
             continue
-        found[name] = {file.removesuffix(".pt"): sizes[file] for file in sorted(sizes)}
+        states_by_name[name] = {file.removesuffix(".pt"): sizes[file] for file in sorted(sizes)}
         faults += [
             damaged(f"{where}/{file}", "is empty", "a torch zip file", "0 bytes") for file in sizes if not sizes[file]
         ]
-    return found, faults
+    return states_by_name, faults
 
 
 def read_state(path: str, kind: str) -> StateFile:
-    """Read one file: directory and pickle, and the bytes of what is one value."""
+    """Read one file: directory and pickle, and the bytes of a scalar."""
     with open_archive(path) as archive:
         check_root(path, kind, archive.root)
-        top = archive.load()
-        if isinstance(top, dict):
-            tensor = top.get(_PARAM)
+        content = archive.load()
+        if isinstance(content, dict):
+            tensor = content.get(_PARAM)
             if not isinstance(tensor, TensorRecord):
-                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", keys_of(top))
-            if top.get(_EXPERT) and _EXPERTS in top:  # the experts of a layer in one tensor; else one expert's
-                raise fail(path, "is of an expert layer", "a parameter that every rank has", _EXPERT)
-            return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, top)))
-        if isinstance(top, TensorRecord) and top.shape and kind != STEP:
-            return StateFile(path=path, tensor=top, scalar=None, keys=frozenset())
-        return StateFile(path=path, tensor=None, scalar=_scalar(path, archive, top), keys=frozenset())
+                raise fail(path, "holds no tensor", f"an entry {_PARAM!r}", keys_of(content))
+            if content.get(_EXPERT) and _EXPERTS in content:  # all experts of a layer in one tensor
+                raise fail(path, "holds all experts of a layer", "a parameter that every rank has", _EXPERT)
+            return StateFile(path=path, tensor=tensor, scalar=None, keys=frozenset(map(str, content)))
+        if isinstance(content, TensorRecord) and content.shape and kind != STEP:
+            return StateFile(path=path, tensor=content, scalar=None, keys=frozenset())
+        return StateFile(path=path, tensor=None, scalar=_scalar(path, archive, content), keys=frozenset())
 
 
-def read_value(path: str, kind: str, known: dict[bytes, StateFile]) -> StateFile:
-    """As `read_state`, of a file that holds one value: what was read of equal bytes before is not parsed again.
+def read_value(path: str, kind: str, cache: dict[bytes, StateFile]) -> StateFile:
+    """Read a file with one value as `read_state` does, but parse equal bytes only once.
 
-    torch.save writes equal values into equal files, and every parameter has its own step.
+    torch.save writes equal values into equal files, and every parameter has a step file.
     """
     try:
         data = folders.read_small(path, _VALUE_NBYTES + 1)
     except ReadFailed:
         return read_state(path, kind)
-    if data not in known:
-        found = read_state(path, kind)
+    if data not in cache:
+        file = read_state(path, kind)
         if len(data) > _VALUE_NBYTES:
-            return found
-        known[data] = found
-    return replace(known[data], path=path)
+            return file
+        cache[data] = file
+    return replace(cache[data], path=path)
 
 
 def _scalar(path: str, archive: TorchArchive, value: object) -> Scalar:
@@ -230,21 +230,21 @@ _FP32 = "fp32"
 class UniversalStates:
     """What a universal checkpoint holds beside its model files, and where.
 
-    `nbytes` are the files below `zero` with their sizes. `incomplete` are the faults of a load with moments: states
-    that are known to be missing.
+    `nbytes` are the sizes of the files below `zero`. `missing_states` are faults of states that are known to be
+    missing, for a load that needs moments.
     """
 
     common: CommonState
     facts: OptimizerFacts
     placements: tuple[Placement, ...]
     nbytes: Mapping[str, int]
-    incomplete: tuple[Fault, ...]
+    missing_states: tuple[Fault, ...]
 
 
 def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelStates] = ()) -> UniversalStates:
     """Read what all ranks share: the sizes of all files, the common state, one file of each state, every step.
 
-    `stages` are the model files of a pipeline's, of which `model` is what they say together.
+    `stages` are the model files of a pipeline, which `model` merges.
 
     Raises every structural fault at once: parameters without a folder or a master, files that cannot be read, steps
     that differ within a param group, and masters that ds_to_universal is known to have made wrong.
@@ -255,8 +255,8 @@ def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelS
     files, faults = list_states(listing.folder, names)
     try:
         common = read_common(listing.path(OPTIMIZER_STATE), stages[0] if stages else model)
-        common, model, found = _of_stages(common, model, stages)
-        raise_faults(found, subject=f"checkpoint {listing.folder}")
+        common, model, stage_faults = _merge_stages(common, model, stages)
+        raise_faults(stage_faults, subject=f"checkpoint {listing.folder}")
     except ReshardError as error:
         raise_faults([*faults, *faults_of(error)], subject=f"checkpoint {listing.folder}")
         raise
@@ -268,7 +268,7 @@ def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelS
     faults += reading.steps_that_differ(scalars)
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     groups = tuple(
-        GroupFacts(members=tuple(reading.members(g)), hyperparameters=hyper) for g, hyper in enumerate(common.groups)
+        GroupFacts(members=tuple(reading.members(n)), hyperparameters=values) for n, values in enumerate(common.groups)
     )
     nbytes = {state_file(name, kind): size for name, sizes in files.items() for kind, size in sizes.items()}
     return UniversalStates(
@@ -276,60 +276,60 @@ def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelS
         facts=OptimizerFacts(groups=groups, scalars=scalars),
         placements=placements,
         nbytes={OPTIMIZER_STATE: common.nbytes, **nbytes},
-        incomplete=tuple(reading.missing_states()),
+        missing_states=tuple(reading.missing_states()),
     )
 
 
-def _of_stages(
+def _merge_stages(
     common: CommonState, model: ModelStates, stages: Sequence[ModelStates]
 ) -> tuple[CommonState, ModelStates, list[Fault]]:
-    """The common state of all stages, with each parameter once, and what keeps it from being that.
+    """Merge the common state of all stages, with each parameter once; also return faults that prevent it.
 
-    ds_to_universal takes it from the first stage alone, as DeepSpeed's loaders do for all. Without a pattern for what
-    several stages have, it lets the last stage's copy win, or mixes two that are cut otherwise.
+    ds_to_universal takes it from the first stage alone, as DeepSpeed's loaders do for all. If no pattern matches what
+    several stages have, it lets the last stage's copy win, or mixes two that are cut differently.
     """
     mend = "load the ZeRO checkpoint that it was made from"
     faults: list[Fault] = []
-    seen: dict[str, str] = {}
+    paths: dict[str, str] = {}
     buffers: list[list[int]] = [[] for _ in common.buffers]
     shapes: list[dict[str, Shape]] = []
     schedule = canonical(stages[0].entries.get(SCHEDULER)) if stages else ""
     info = model.entries.get("universal_checkpoint_info")
-    said = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
-    patterns = [pattern for pattern in said if isinstance(pattern, str)] if isinstance(said, list | tuple) else []
+    saved = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
+    patterns = [pattern for pattern in saved if isinstance(pattern, str)] if isinstance(saved, list | tuple) else []
     for stage in stages:
-        own = stage.param_shapes or ()
-        if len(own) != len(stages[0].param_shapes or ()) or canonical(stage.entries.get(SCHEDULER)) != schedule:
-            what = "has other param groups than the first stage, whose alone are in a universal checkpoint"
+        of_stage = stage.param_shapes or ()
+        if len(of_stage) != len(stages[0].param_shapes or ()) or canonical(stage.entries.get(SCHEDULER)) != schedule:
+            what = "has other param groups than the first stage, and a universal checkpoint has only the first's"
             faults.append(
                 UnsupportedLayout.fault(stage.path, what, "as many, of the same schedule", "others", mend=mend)
             )
             continue
         for of_group, numbers in zip(buffers, common.buffers, strict=True):
             of_group += [len(shapes) + number for number in numbers]
-        shapes += [{name: shape for name, shape in group.items() if name not in seen} for group in own]
-        copied = [name for name in stage.trainable if name in seen]
-        for name in copied:
-            if not any(_begins(pattern, name) for pattern in patterns):
-                what = f"has a copy of {name}, and no pattern names it: ds_to_universal took this one, or mixed the two"
-                said = ("pipeline_replicated_parameter_patterns", "none that fits")
-                faults.append(CheckpointDamaged.fault(stage.path, what, *said, mend=mend))
-        seen |= dict.fromkeys(stage.trainable, stage.path)
+        shapes += [{name: shape for name, shape in group.items() if name not in paths} for group in of_stage]
+        copies = [name for name in stage.trainable if name in paths]
+        for name in copies:
+            if not any(_matches_beginning(pattern, name) for pattern in patterns):
+                what = f"has a copy of {name} that no pattern matches: ds_to_universal took this one, or mixed the two"
+                saved_patterns = ("pipeline_replicated_parameter_patterns", "none that matches")
+                faults.append(CheckpointDamaged.fault(stage.path, what, *saved_patterns, mend=mend))
+        paths |= dict.fromkeys(stage.trainable, stage.path)
     if not stages or faults:
         return common, model, faults
-    whole = model.trainable
-    groups = tuple({name: whole[name] for name in group} for group in shapes)
+    trainable = model.trainable
+    groups = tuple({name: trainable[name] for name in group} for group in shapes)
     common = replace(
         common,
         buffers=tuple(map(tuple, buffers)),
-        kept=None if common.kept is None else [common.kept[n % len(common.kept)] for n in range(len(groups))],
+        states=None if common.states is None else [common.states[n % len(common.states)] for n in range(len(groups))],
         scalars=[common.scalars[n % len(common.scalars)] for n in range(len(groups))],
     )
     return common, replace(model, param_shapes=groups), faults
 
 
-def _begins(pattern: str, name: str) -> bool:
-    """As ds_to_universal looks: at the beginning of a name."""
+def _matches_beginning(pattern: str, name: str) -> bool:
+    """True if the pattern matches the beginning of a name, as ds_to_universal looks."""
     try:
         return re.match(pattern, name) is not None
     except re.error:
@@ -340,7 +340,7 @@ def _begins(pattern: str, name: str) -> bool:
 class _Reading:
     """A universal checkpoint being read: `files` are the states of each parameter that has files, with their bytes.
 
-    ds_to_universal writes none for a parameter without elements: it is taken to have had what its group's others have.
+    ds_to_universal writes no file for an empty parameter: it is taken to have had the states of its group's others.
     """
 
     listing: Listing
@@ -356,17 +356,17 @@ class _Reading:
         return [name for i in self.common.buffers[group] for name in shapes[i]]
 
     def sources(self) -> Iterator[tuple[str, str]]:
-        """Each parameter, and the one whose files tell of its states: itself, where it has some."""
+        """Yield each parameter with the one whose files are read for its states: itself, if it has files."""
         for group in range(len(self.common.groups)):
             members = self.members(group)
-            first = next((name for name in members if name in self.files), None)
+            with_files = next((name for name in members if name in self.files), None)
             for name in members:
-                source = first if not prod(self.shapes[name]) and name not in self.files else name
+                source = with_files if not prod(self.shapes[name]) and name not in self.files else name
                 if source is not None and source in self.files:
                     yield name, source
 
     def open(self, name: str, kind: str) -> StateFile | None:
-        """What a file holds; a fault is noted, and None returned, where it cannot be read."""
+        """Return what a file holds; if it cannot be read, note a fault and return None."""
         if (name, kind) not in self.opened:
             self.opened[name, kind] = None
             with collected(self.faults):
@@ -374,100 +374,100 @@ class _Reading:
         return self.opened[name, kind]
 
     def check_order(self) -> None:
-        """Refuse parameters that ds_to_universal has mixed up, or may have: the saved DeepSpeed JSON tells.
+        """Refuse parameters that ds_to_universal mixed up, or may have, as the saved DeepSpeed JSON tells.
 
-        The JSON is not saved where an older DeepSpeed (0.16.4) was given its path. That is no UnsupportedLayout, which
-        "load_universal" leaves to DeepSpeed.
+        The JSON is not saved if an older DeepSpeed (0.16.4) was given its path. These faults are no UnsupportedLayout,
+        which "load_universal" would leave to DeepSpeed.
         """
-        if self.model.dp < 2 or self.common.stage == 3 or self.common.own:
+        if self.model.dp < 2 or self.common.stage == 3 or self.common.by_ds_reshard:
             return
-        what = "was converted of a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
+        mixed_up = "was converted from a run with round_robin_gradients, whose parameters ds_to_universal mixes up"
         mend = "load the ZeRO checkpoint that it was made from, or convert that with ds-reshard convert --to universal"
         if not isinstance(self.model.entries.get("ds_config"), dict):
-            why = "has no DeepSpeed JSON in its entry 'ds_config', which says whether the saving run had "
-            why += "round_robin_gradients: ds_to_universal then mixes up parameters"
+            what = "has no DeepSpeed JSON in its entry 'ds_config', which would say whether the saving run had "
+            what += "round_robin_gradients: ds_to_universal then mixes up parameters"
             found = describe(self.model.entries.get("ds_config"))
-            self.faults.append(CheckpointDamaged.fault(self.model.path, why, "the JSON", found, mend=mend))
+            self.faults.append(CheckpointDamaged.fault(self.model.path, what, "the JSON", found, mend=mend))
         elif section(self.model.config, "zero_optimization").get("round_robin_gradients") is True:
-            said = ("each parameter's own master and states", "parts of others")
-            self.faults.append(CheckpointDamaged.fault(self.listing.folder, what, *said, mend=mend))
+            expected_and_found = ("each parameter's own master and states", "parts of others")
+            self.faults.append(CheckpointDamaged.fault(self.listing.folder, mixed_up, *expected_and_found, mend=mend))
 
     def check_masters(self) -> None:
         for name, kinds in self.files.items():
             path = self.listing.path(state_file(name, _FP32))
             if _FP32 not in kinds:
                 self.faults.append(damaged(path, f"parameter {name} has no master", "a file", "none"))
-            elif set(kinds) == {_FP32} and not self.common.own and self.common.stage < 3:
+            elif set(kinds) == {_FP32} and not self.common.by_ds_reshard and self.common.stage < 3:
                 file = self.open(name, _FP32)
                 if file is not None and file.from_weights:
-                    self.faults.append(_no_shard(path, name))
+                    self.faults.append(_copied_weight_fault(path, name))
 
     def kinds(self, *, single: bool) -> dict[str, StateFile]:
-        """The states that are one value, or those that follow their parameters, each with its first file."""
-        first: dict[str, str] = {}
+        """Return the states with a single value, or those shaped like their parameters, each with its first file."""
+        first_names: dict[str, str] = {}
         for name, kinds in self.files.items():
             for kind in kinds:
-                first.setdefault(kind, name)
-        files = {kind: self.open(name, kind) for kind, name in first.items()}
+                first_names.setdefault(kind, name)
+        files = {kind: self.open(name, kind) for kind, name in first_names.items()}
         return {kind: file for kind, file in files.items() if file is not None and (file.tensor is None) == single}
 
     def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """The states of each parameter that are one value."""
-        single = self.kinds(single=True)
+        """Return each parameter's states with a single value."""
+        scalar_files = self.kinds(single=True)
         buffers = zip(self.model.param_shapes or (), self.common.scalars, strict=True)
         found = {name: dict(embedded) for shapes, embedded in buffers for name in shapes}
-        known: dict[bytes, StateFile] = {}
+        cache: dict[bytes, StateFile] = {}
         for name, source in self.sources():
-            for kind in single.keys() & self.files[source].keys():
+            for kind in scalar_files.keys() & self.files[source].keys():
                 with collected(self.faults):
-                    file = read_value(self.listing.path(state_file(source, kind)), kind, known)
+                    file = read_value(self.listing.path(state_file(source, kind)), kind, cache)
                     found[name][kind] = file.scalar
         return found
 
     def placements(self) -> Iterator[Placement]:
-        """Each tensor in a family of its own, of one shard: its file. Its type is that of the state's first file."""
-        following = self.kinds(single=False)
+        """Yield each tensor's placement: its file is a family of one shard; the state's first file has the type."""
+        tensor_files = self.kinds(single=False)
         for name, source in self.sources():
             for kind in self.files[source]:
-                tensor = following[kind].tensor if kind in following else None
+                tensor = tensor_files[kind].tensor if kind in tensor_files else None
                 if tensor is not None:
                     shape, family = self.shapes[name], state_file(name, kind)
-                    yield whole(name, kind, shape, tensor.dtype, family=family, buffer=BUFFER)
+                    yield whole_placement(name, kind, shape, tensor.dtype, family=family, buffer=BUFFER)
 
     def missing_states(self) -> Iterator[Fault]:
-        """States that the optimizer kept of a parameter, or of another of its param group, and that are not here."""
+        """Yield a fault for each missing state that the optimizer kept of a parameter or another of its group."""
         shapes = self.model.param_shapes or ()
         for group, buffers in enumerate(self.common.buffers):
-            of_group = {kind for name in self.members(group) for kind in self.files.get(name, ())}
-            for i in buffers:
-                kept = of_group | (self.common.kept[i] if self.common.kept is not None else frozenset())
-                for name in shapes[i]:
+            group_kinds = {kind for name in self.members(group) for kind in self.files.get(name, ())}
+            for n in buffers:
+                expected = group_kinds | (self.common.states[n] if self.common.states is not None else frozenset())
+                for name in shapes[n]:
                     if name in self.files:
-                        yield from self._absent(name, kept - set(self.common.scalars[i]) - set(self.files[name]))
+                        yield from self._absent(name, expected - set(self.common.scalars[n]) - set(self.files[name]))
 
     def _absent(self, name: str, kinds: Iterable[str]) -> Iterator[Fault]:
         mend = "load the ZeRO checkpoint that it was made from, or pass --no-load-optim, or load_optimizer_states=False"
         for kind in sorted(kinds):
-            what = f"the saved optimizer kept {kind} of parameter {name}, and it is not here"
+            what = f"the saved optimizer had {kind} of parameter {name}, and its file is missing"
             path = self.listing.path(state_file(name, kind))
             yield CheckpointDamaged.fault(path, what, "a file", "none", mend=mend)
 
     def steps_that_differ(self, scalars: Mapping[str, Mapping[str, Scalar]]) -> Iterator[Fault]:
-        """The members of a param group were stepped together."""
+        """Yield a fault for each parameter of another step than its param group's first: a group steps together."""
         for group in range(len(self.common.groups)):
             steps = {name: scalars[name][STEP] for name in self.members(group) if STEP in scalars[name]}
             first = next(iter(steps), "")
             for name, step in steps.items():
                 if canonical(step) != canonical(steps[first]):
                     path = self.listing.path(state_file(name, STEP))
-                    what = f"is of another step than {first}, which is of the same param group"
+                    what = f"is of another step than {first} of the same param group"
                     yield damaged(path, what, describe(steps[first]), describe(step))
 
 
-def _no_shard(path: str, name: str) -> Fault:
+def _copied_weight_fault(path: str, name: str) -> Fault:
     return CheckpointDamaged.fault(
         path,
-        f"is no master of {name} but a copy of its weight: ds_to_universal found no optimizer state of it",
+        f"is not the master of {name} but a copy of its weight: ds_to_universal found no optimizer state of it",
         "the fp32 master, and states beside it",
         "the weight",
         mend="convert again with all optimizer shards, or load the ZeRO checkpoint that it was made from "
@@ -476,14 +476,14 @@ def _no_shard(path: str, name: str) -> Fault:
 
 
 def check_tensor(file: StateFile, placement: Placement) -> TensorRecord:
-    """The tensor of a file, as its placement wants it; raises CheckpointDamaged where it is another."""
+    """Return the tensor of a file; raises CheckpointDamaged if its shape or type is not the placement's."""
     tensor, shape, numel = file.tensor, placement.shape, placement.numel
     if tensor is None:
         raise fail(file.path, "holds one value", f"a tensor of {numel} elements", describe(file.scalar))
     if tensor.shape not in (shape, (numel,)):
         what = "has lost the rows that pad the vocabulary" if file.stripped else "has another shape than its parameter"
         fault = damaged(file.path, what, str(list(shape)), str(list(tensor.shape)))
-        mend = "convert again with what says how it is cut, or load the ZeRO checkpoint that it was made from"
+        mend = "convert again with a pattern for its vocabulary, or load the ZeRO checkpoint that it was made from"
         raise_faults([replace(fault, mend=mend)], subject=f"reading {file.path}")
     if tensor.dtype is not placement.dtype:
         what = f"is of another type than {placement.key.kind} of the first parameter"

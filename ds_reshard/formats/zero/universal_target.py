@@ -1,9 +1,9 @@
-"""A universal checkpoint that is to be written: a file for each parameter and kind, as DeepSpeed's loaders read them.
+"""Write a universal checkpoint: a file for each parameter and kind, as DeepSpeed's loaders read them.
 
-`load_hp_checkpoint_state` (deepspeed/checkpoint/universal_checkpoint.py) wants a dict with "param", that of stage 3
-(runtime/zero/stage3.py) takes one too; `optimizer_state.pt` has what the loaders of stage 1 and 2, of BF16_Optimizer
-and of stage 3 look for, and no tensor of any rank (0.19.8). Stages below 3 read counters and scheduler from
-`mp_rank_00_model_states.pt`, stage 3 from `zero_pp_rank_0_mp_rank_00_model_states.pt`: the second has no weights.
+`load_hp_checkpoint_state` (deepspeed/checkpoint/universal_checkpoint.py) needs a dict with "param", and the loader of
+stage 3 (runtime/zero/stage3.py) accepts one. `optimizer_state.pt` has what the loaders of stages 1 and 2, of
+BF16_Optimizer and of stage 3 look for, and no tensor of a rank (0.19.8). Stages below 3 read counters and scheduler
+from `mp_rank_00_model_states.pt`, stage 3 from `zero_pp_rank_0_mp_rank_00_model_states.pt`, which has no weights.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL
-from ds_reshard.formats.zero.flat import by_key, in_one_shard
+from ds_reshard.formats.zero.flat import by_key, one_shard_placement
 from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, Saving
-from ds_reshard.formats.zero.tensor_parallel import Division, pattern_info
+from ds_reshard.formats.zero.tensor_parallel import TensorSplit, pattern_info
 from ds_reshard.model.content import TensorSource
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.layout import Layout, TensorKey
@@ -32,15 +32,15 @@ _PARTS = GlobalName(module="deepspeed.checkpoint.universal_checkpoint", name="Su
 
 
 def universal_target(saving: Saving) -> Target:
-    """The files of the same state as a universal checkpoint. Raises UnsupportedLayout for what it cannot hold."""
+    """Return a universal checkpoint's files of the same state. Raises UnsupportedLayout for what they cannot hold."""
     content = saving.content
     order = [{name: saving.trained[name] for name in group.members} for group in saving.groups]
     names = [name for group in order for name in group]
     steps = _steps(saving, names)
     keys = [TensorKey(name=name, kind=kind) for name in names for kind in content.trained.get(name, {})]
-    units = _cut(saving, keys)
+    units = _group_into_units(saving, keys)
     placements = [
-        in_one_shard(key, content.tensors[key].shape, content.tensors[key].dtype, number, family=TENSORS)
+        one_shard_placement(key, content.tensors[key].shape, content.tensors[key].dtype, number, family=TENSORS)
         for number, members in enumerate(units)
         for key in members
     ]
@@ -55,11 +55,11 @@ def universal_target(saving: Saving) -> Target:
     )
 
 
-def _cut(saving: Saving, keys: list[TensorKey]) -> list[list[TensorKey]]:
-    """The tensors in the order in which they lie in the source, in units of about _UNIT_NBYTES."""
-    held, home = saving.content.tensors, saving.home
-    if home is not None:
-        keys = sorted(keys, key=lambda key: home.layout[held[key].origin].buffer)  # in their order within a buffer
+def _group_into_units(saving: Saving, keys: list[TensorKey]) -> list[list[TensorKey]]:
+    """Return the tensors in the order in which they lie in the source, in units of about _UNIT_NBYTES."""
+    tensors, source = saving.content.tensors, saving.source
+    if source is not None:
+        keys = sorted(keys, key=lambda key: source.layout[tensors[key].origin].buffer)  # in their order within a buffer
     units: list[list[TensorKey]] = [[]]
     nbytes = 0
     for key in keys:
@@ -67,45 +67,45 @@ def _cut(saving: Saving, keys: list[TensorKey]) -> list[list[TensorKey]]:
             units.append([])
             nbytes = 0
         units[-1].append(key)
-        nbytes += prod(held[key].shape) * held[key].dtype.itemsize
+        nbytes += prod(tensors[key].shape) * tensors[key].dtype.itemsize
     return units
 
 
 def _units(saving: Saving, units: list[list[TensorKey]], steps: Mapping[str, Scalar]) -> Iterator[Unit]:
-    divided = saving.splits.known()
+    splits = saving.splits.all_known()
     for number, members in enumerate(units):
         files = []
         for key in members:
             folder = f"zero/{key.name}"
-            tree = partial(_tensor, key, saving.content.tensors[key], divided.get(key.name))
+            tree = partial(_tensor, key, saving.content.tensors[key], splits.get(key.name))
             files.append(TargetFile(name=f"{folder}/{key.kind}.pt", tree=tree))
             if key.kind == "fp32" and key.name in steps:
                 files.append(_step_file(folder, key.name, steps[key.name]))
         yield Unit(family=TENSORS, shard=number, files=tuple(files))
 
 
-def _tensor(key: TensorKey, held: TensorSource, division: Division | None) -> object:
-    return {"param": new_tensor(f"{key.kind}/{key.name}", held.shape, held.dtype), **_rule(key.name, division)}
+def _tensor(key: TensorKey, tensor: TensorSource, split: TensorSplit | None) -> object:
+    return {"param": new_tensor(f"{key.kind}/{key.name}", tensor.shape, tensor.dtype), **_split_marks(key.name, split)}
 
 
-def _rule(name: str, division: Division | None) -> dict[str, object]:
-    """How a run with tensor-parallel ranks is to cut a tensor, as `merge_tp_slices` (ds_to_universal.py) notes it.
+def _split_marks(name: str, split: TensorSplit | None) -> dict[str, object]:
+    """Return the entries that say how ranks split a tensor, as `merge_tp_slices` (ds_to_universal.py) writes them.
 
-    AutoTP knows it itself. Of an expert DeepSpeed's loader asks for the number of all where there are several
-    expert-parallel ranks, and stops: without the mark each of them would take the first experts for its own.
+    AutoTP needs none. For an expert DeepSpeed's loader asks how many there are if there are several expert-parallel
+    ranks, and stops: without the mark each of them would take the first experts as its own.
     """
     if expert_of(name) is not None:
         return {"is_expert_param": True}
-    if division is None:
+    if split is None:
         return {"cat_dim": 0}
-    found: dict[str, object] = {"vocab_tensor": True} if division.vocabulary else {}
-    if len(set(division.sizes)) > 1:
-        before, behind = division.shape[: division.dim], division.shape[division.dim + 1 :]
-        state = {"patterns": [], "shape": (*before, division.sizes, *behind), "partition_dim": division.dim}
-        found["sub_param_shape"] = ObjectRecord(callable=_PARTS, by_new=True, state=state, has_state=True)
-    elif division.widths:
-        found |= {"cat_dim": division.dim, "param_n_sub_params": len(division.sizes)}
-    return found
+    marks: dict[str, object] = {"vocab_tensor": True} if split.vocabulary else {}
+    if len(set(split.sizes)) > 1:
+        before, after = split.shape[: split.dim], split.shape[split.dim + 1 :]
+        state = {"patterns": [], "shape": (*before, split.sizes, *after), "partition_dim": split.dim}
+        marks["sub_param_shape"] = ObjectRecord(callable=_PARTS, by_new=True, state=state, has_state=True)
+    elif split.widths:
+        marks |= {"cat_dim": split.dim, "param_n_sub_params": len(split.sizes)}
+    return marks
 
 
 def _step_file(folder: str, name: str, step: Scalar) -> TargetFile:
@@ -117,23 +117,23 @@ def _step_file(folder: str, name: str, step: Scalar) -> TargetFile:
 
 
 def _names_a_folder(name: str) -> bool:
-    """Whether a file system takes the name as that of one folder; Linux wants at most 255 bytes."""
+    """True if a file system accepts the name as one folder's; Linux allows at most 255 bytes."""
     encoded = name.encode("utf-8", "replace")
     return encoded.decode() == name and len(encoded) < 256 and not {"/", "\0"} & {*name} and name not in ("", ".", "..")
 
 
 def _steps(saving: Saving, names: list[str]) -> Mapping[str, Scalar]:
-    """Each parameter's step. Other values that are one for a whole parameter have no place there."""
+    """Return each parameter's step. Refuses other scalar states, which universal files cannot hold."""
     assert saving.content.facts is not None
     steps, faults = {}, []
     for name in names:
         if not _names_a_folder(name):
-            faults.append(_unsupported(name, "is a parameter's name that cannot be a folder's"))
+            faults.append(_unsupported(name, "is a parameter name that cannot be a folder name"))
         for kind, value in saving.content.facts.scalars.get(name, {}).items():
             if kind == "step":
                 steps[name] = value
             elif value is not None:
-                what = "is one value for the parameter; of such, DeepSpeed's universal loaders know the step alone"
+                what = "is a scalar state, and DeepSpeed's universal loaders know only the step"
                 faults.append(_unsupported(f"{name}[{kind}]", what))
     raise_faults(faults, subject=f"converting {saving.content.folder} to universal")
     return steps
@@ -146,36 +146,36 @@ def _unsupported(where: str, what: str) -> Fault:
 def _model_unit(
     saving: Saving, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
 ) -> Unit:
-    first, said = next(iter(steps.values()), None), _said(saving)
+    first, split_entry = next(iter(steps.values()), None), _split_entry(saving)
     data = {"step/": first.data} if isinstance(first, ScalarTensor) else {}
-    whole = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model, said))
-    bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare, model, said))
+    full = TargetFile(name="mp_rank_00_model_states.pt", tree=partial(_model, model, split_entry))
+    bare = TargetFile(name="zero_pp_rank_0_mp_rank_00_model_states.pt", tree=partial(_bare_model, model, split_entry))
     optimizer = partial(_optimizer_state, saving, order, first)
     states = TargetFile(name="zero/optimizer_state.pt", tree=optimizer, data=data)
-    return Unit(family=MODEL, shard=0, files=(whole, bare, states))
+    return Unit(family=MODEL, shard=0, files=(full, bare, states))
 
 
-def _model(model: ModelTarget, said: Mapping[str, object]) -> dict[str, object]:
-    return {INFO: UNIVERSAL_INFO, **model.tree(0, model.saved(0)), **said}
+def _model(model: ModelTarget, split_entry: Mapping[str, object]) -> dict[str, object]:
+    return {INFO: UNIVERSAL_INFO, **model.tree(0, model.source_model(0)), **split_entry}
 
 
-def _said(saving: Saving) -> dict[str, object]:
-    """The entry with what the source or rules say of how ranks cut parameters: files of ranks can be made of it again.
+def _split_entry(saving: Saving) -> dict[str, object]:
+    """Return the entry with the splits that the source or rules say, so that ranks' files can be made of it again.
 
-    Nothing where the source was not divided and no rule was given: it keeps what its own files say.
+    Empty if the source was not split and no rule was given: then its files' entries are kept.
     """
-    if not saving.splits.divided and not active_rules():
+    if not saving.splits.saved and not active_rules():
         return {}
-    made, _ = saving.splits.over(1)
-    names = saving.splits.shapes.keys() - made.keys()
-    lost = {f"^{re.escape(name)}$": "nothing told it when this was converted" for name in sorted(names)}
-    said = {**UNIVERSAL_INFO, **pattern_info(made), "autotp_unsupported_parameter_patterns": lost}
-    return {INFO: said} if made else {}
+    splits, _ = saving.splits.for_tp(1)
+    names = saving.splits.shapes.keys() - splits.keys()
+    unknown = {f"^{re.escape(name)}$": "nothing told it when this was converted" for name in sorted(names)}
+    info = {**UNIVERSAL_INFO, **pattern_info(splits), "autotp_unsupported_parameter_patterns": unknown}
+    return {INFO: info} if splits else {}
 
 
-def _bare(model: ModelTarget, said: Mapping[str, object]) -> object:
-    """The entries of the model file without its weights, which no loader takes from the second file."""
-    return {**_model(model, said), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
+def _bare_model(model: ModelTarget, split_entry: Mapping[str, object]) -> object:
+    """Return the model file's entries without weights, which no loader reads from the second file."""
+    return {**_model(model, split_entry), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
 
 def _optimizer_state(saving: Saving, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:

@@ -22,9 +22,9 @@ import torch
 
 from ds_reshard.errors import ConfigError, ModelMismatch, error_of, raise_faults
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.formats.zero.checkpoint import ALONE, AnyCheckpoint, Row, ZeroCheckpoint
-from ds_reshard.formats.zero.content import dealt_in_turn
-from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule, arranged, turned_back
+from ds_reshard.formats.zero.checkpoint import SINGLE_TP_RANK, AnyCheckpoint, TpRank, ZeroCheckpoint
+from ds_reshard.formats.zero.content import is_round_robin
+from ds_reshard.formats.zero.flat import RULES, FlatBuffer, Rule, arrange_buffers, undo_round_robin
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import expert_of
 from ds_reshard.formats.zero.stage0 import param_groups, stage0_kind, torch_optimizer
@@ -255,9 +255,9 @@ def saved_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
         return _stage0_group_names(checkpoint)
     if checkpoint.facts is None:
         return [list(group) for group in saved.param_shapes or ()]
-    round_robin = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and dealt_in_turn(checkpoint)
+    round_robin = isinstance(checkpoint, ZeroCheckpoint) and len(checkpoint.columns) == 1 and is_round_robin(checkpoint)
     return [
-        turned_back(list(group.members), checkpoint.dp) if round_robin else list(group.members)
+        undo_round_robin(list(group.members), checkpoint.dp) if round_robin else list(group.members)
         for group in checkpoint.facts.groups
     ]
 
@@ -268,7 +268,7 @@ def _stage0_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
     They are in the module's order; several groups are told apart by the shapes of the saved masters or states. If
     tensor-parallel ranks divided the model, both are those of the first rank.
     """
-    saved = checkpoint.rows[0] if checkpoint.rows else checkpoint.model
+    saved = checkpoint.tp_models[0] if checkpoint.tp_models else checkpoint.model
     seen: set[object] = set()
     names: list[str] = []
     for name, record in saved.module.items():
@@ -370,7 +370,7 @@ def model_from_factory(result: object, dtype: ElementType | None, *, autotp: boo
         groups=values if any(values) else None,
         optimizer=optimizer,
         info=info_of(module),
-        rules=told_by_parameters(module, ALONE, autotp=autotp).live,
+        rules=told_by_parameters(module, SINGLE_TP_RANK, autotp=autotp).live_rules,
     )
 
 
@@ -638,11 +638,11 @@ class Launch:
         kind, zero, position = self.kind, self.ds.zero_config, self.position
         if kind == "zero3":
             ranks, sub_group_numel = [position.dp] * len(shapes), int(zero.sub_group_size)
-            yield from arranged(shapes, Rule.EACH, ranks, sub_group_numel=sub_group_numel)
+            yield from arrange_buffers(shapes, Rule.EACH, ranks, sub_group_numel=sub_group_numel)
         elif kind in RULES:
             aligned = kind == "zero" and bool(getattr(zero, "parameter_alignment", False))
             itemsize = (self.half_dtype or ElementType.FLOAT32).itemsize
-            yield from arranged(
+            yield from arrange_buffers(
                 shapes,
                 Rule.FLAT,
                 [position.expert_ranks if any(map(expert_of, group)) else position.dp for group in shapes],
@@ -675,13 +675,18 @@ class Launch:
             usual=usual,
         )
 
-    def _tp_rank(self) -> Row:
+    def _tp_rank(self) -> TpRank:
         """Return the rank's tensor-parallel position with what its parameters tell of it (`told_by_parameters`)."""
         row, info, shapes = self.position.grid.row, self.model.info, self.module.shapes()
         if self.position.grid.parts:
             return row
         whole, maps = shapes if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
-        return row._replace(whole=whole, live=self.model.rules, maps=maps if row.size > 1 else {}, held=shapes)
+        return row._replace(
+            whole_shapes=whole,
+            live_rules=self.model.rules,
+            affine_maps=maps if row.size > 1 else {},
+            shard_shapes=shapes,
+        )
 
     def _features(self, optimizer: str) -> Iterator[str]:
         """Yield the features of the run that only DeepSpeed can load (`unsupported`)."""

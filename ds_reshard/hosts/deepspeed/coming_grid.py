@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.errors import ConfigError, UnsupportedLayout
-from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, Grid, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, Grid, TpRank, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import section
-from ds_reshard.formats.zero.modules import experts_held, layer_files, layer_of, tied_key, ties_first
-from ds_reshard.formats.zero.target import INFO, splits_of
+from ds_reshard.formats.zero.modules import experts_per_rank, layer_files, layer_of, tied_key, ties_first
+from ds_reshard.formats.zero.target import INFO, known_splits
 from ds_reshard.formats.zero.tensor_parallel import pattern_info
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.grid import Experts, LiveGrid
@@ -71,8 +71,8 @@ def _unpredictable_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bo
         f"--ep {sizes.ep} of a checkpoint without the files of experts": sizes.ep > 1 and not experts,
         f"--ep {sizes.ep} of {sorted(experts.values())} experts": any(total % sizes.ep for total in experts.values()),
         f"--ep {sizes.ep} of layers with several expert-parallel sizes": len({*counts} - {checkpoint.dp}) > 1,
-        "a checkpoint of AutoEP": checkpoint.of_autoep,
-        "experts at ZeRO stage 0": bool(checkpoint.listing.places),
+        "a checkpoint of AutoEP": checkpoint.has_autoep,
+        "experts at ZeRO stage 0": bool(checkpoint.listing.ep_optim),
         "a PipelineModule at ZeRO stage 0": checkpoint.stage == 0 and bool(checkpoint.stages),
     }
 
@@ -99,7 +99,7 @@ def position_of_rank(
     expert_ranks = sizes.dp // sizes.ep
     data_first = bool(config.get("use_data_before_expert_parallelism"))
     ep_rank, expert_rank = divmod(data_rank, expert_ranks) if data_first else divmod(data_rank, sizes.ep)[::-1]
-    grid = LiveGrid(row=Row(sizes.tp, tp_rank, rules=rules), experts=_experts(checkpoint, ep_rank, sizes.ep))
+    grid = LiveGrid(row=TpRank(sizes.tp, tp_rank, rules=rules), experts=_experts(checkpoint, ep_rank, sizes.ep))
     if isinstance(checkpoint, ZeroCheckpoint) and checkpoint.listing.layers:
         ties = _ties(checkpoint)
         tied = frozenset(f"tied_modules.{key}.weight" for key in ties.values())  # TiedLayerSpec's tied_weight_attr
@@ -128,14 +128,14 @@ def shards_on_rank(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[s
 
     Each part of a tensor is divided into equal shares. Raises UnsupportedLayout if that is not possible.
     """
-    if grid.row.size == 1 or not isinstance(checkpoint, ZeroCheckpoint) or not checkpoint.rows:
+    if grid.row.size == 1 or not isinstance(checkpoint, ZeroCheckpoint) or not checkpoint.tp_models:
         info = checkpoint.model.entries.get(INFO)
         return {}, info if isinstance(info, dict) else {}
     if checkpoint.stage == 0:
         raise cannot_predict(f"--tp {grid.row.size} of a checkpoint of ZeRO stage 0")
-    splits = splits_of(checkpoint)
+    splits = known_splits(checkpoint)
     with use_rules(grid.row.rules):  # with the splits of the saved shards, but without the saving run's split info
-        splits_of_run, faults = splits._replace(evidence=splits.evidence._replace(info={})).over(grid.row.size)
+        splits_of_run, faults = splits._replace(evidence=splits.evidence._replace(info={})).for_tp(grid.row.size)
     if faults:
         raise cannot_predict(f"--tp {grid.row.size}: {faults[0].line()}")
     uneven = next((name for name, division in splits_of_run.items() if len(set(division.shards)) > 1), None)
@@ -148,7 +148,7 @@ def shards_on_rank(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[s
 
 def _experts(checkpoint: AnyCheckpoint | None, ep_rank: int, ep: int) -> dict[str, Experts]:
     names = checkpoint.model.module if checkpoint is not None and checkpoint.listing.experts else ()
-    totals = experts_held(names, 1)
+    totals = experts_per_rank(names, 1)
     return {prefix: Experts(ep_rank * total // ep, total // ep, total) for prefix, total in totals.items()}
 
 

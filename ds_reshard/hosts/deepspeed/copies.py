@@ -13,7 +13,7 @@ from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.modules import tied_key
-from ds_reshard.formats.zero.shards import copy_fault
+from ds_reshard.formats.zero.shards import replica_fault
 from ds_reshard.formats.zero.stage0 import Named, same_sizes, with_order
 from ds_reshard.hosts.deepspeed.engine import Optimizer
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
@@ -32,7 +32,7 @@ logger = logging.getLogger("ds_reshard")
 def later_stage_weight_faults(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
     """Yield a fault for each untied weight (or master made of it) that only a later pipeline stage has saved."""
     wanted = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
-    for name in sorted(wants.checkpoint.late & wanted.union(wants.from_masters) - grid.tied):
+    for name in sorted(wants.checkpoint.later_stage_weights & wanted.union(wants.from_masters) - grid.tied):
         what = "is not tied, and no file of a layer has the first stage's value, as its TiedLayerSpec has a forward_fn"
         mend = "save at ZeRO stage 1 and load with optimizer states, or name it in tied_weight_attr"
         yield UnsupportedLayout.fault(f"parameter {name}", what, "the first stage's", "a later one's", mend=mend)
@@ -83,7 +83,7 @@ def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: Liv
     if live is None or checkpoint.stage != 0:
         return checkpoint, {}
     raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
-    if len(checkpoint.stages) > 1 and not checkpoint.rows:
+    if len(checkpoint.stages) > 1 and not checkpoint.tp_models:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
     ep_rank = next((held.first // held.size for held in grid.experts.values()), 0)
     first = {prefix: held.first for prefix, held in grid.experts.items()}
@@ -100,7 +100,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
     mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
     if checkpoint.stage != 0 or live is None:
         return
-    if checkpoint.listing.places:
+    if checkpoint.listing.ep_optim:
         if sizes == {checkpoint.grid.ep}:
             return
         owner, expected, found = "expert-parallel rank", f"ep={checkpoint.grid.ep}", f"ep={sorted(sizes or {1})}"
@@ -108,7 +108,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
             expected, mend = "experts of one size", "load it at ZeRO stage 0, with the sizes that were saved"
     elif saved:
         owner, expected, found = "stage of the pipeline", str(checkpoint.grid), f"tp={grid.row.size}, pp={grid.pp}"
-        if len(saved) == grid.pp and not checkpoint.rows:
+        if len(saved) == grid.pp and not checkpoint.tp_models:
             if same_sizes(saved[grid.stage], live.order, live.trained):
                 return
             expected, found = f"the layers of stage {grid.stage}", "others"
@@ -172,7 +172,7 @@ def unequal_replicas(
             continue
         if holder.rank:
             found = _difference(first, replica, memory_nbytes=memory_nbytes)
-            yield copy_fault(checkpoint, key, holder.rank, found)
+            yield replica_fault(checkpoint, key, holder.rank, found)
             continue
         if not untied:
             what = "is tied across pipeline stages in this run, but "

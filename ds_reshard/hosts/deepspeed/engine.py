@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from ds_reshard.errors import EngineUnusable
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.formats.zero.autoep import expert_parts
-from ds_reshard.formats.zero.checkpoint import Row
+from ds_reshard.formats.zero.checkpoint import TpRank
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer
 from ds_reshard.formats.zero.flat import Rule as CutRule
 from ds_reshard.formats.zero.model_states import section
@@ -246,7 +246,7 @@ def has_loader(module: torch.nn.Module) -> bool:
     )
 
 
-def told_by_parameters(module: torch.nn.Module, row: Row, *, autotp: bool) -> Row:
+def told_by_parameters(module: torch.nn.Module, row: TpRank, *, autotp: bool) -> TpRank:
     """The row with what this run's parameters tell of how they are divided: shapes of whole ones, and attributes.
 
     Of one rank all are whole; of AutoTP what bears no mark is (`_set_param_uc_meta`, module_inject/layers.py). Megatron
@@ -265,7 +265,8 @@ def told_by_parameters(module: torch.nn.Module, row: Row, *, autotp: bool) -> Ro
             one = Rule(name, replicated=True) if not cut else Rule(name, dim=dim, parts=stride)
             live[name] = one if not cut or dim or stride > 1 else None
     held = {name: param_shape(parameter) for name, parameter in module.named_parameters()}
-    return row._replace(whole=whole, live=live, maps=affine_maps(info_of(module)) if row.size > 1 else {}, held=held)
+    maps = affine_maps(info_of(module)) if row.size > 1 else {}
+    return row._replace(whole_shapes=whole, live_rules=live, affine_maps=maps, shard_shapes=held)
 
 
 def info_of(module: torch.nn.Module) -> Mapping[str, object]:
@@ -307,13 +308,13 @@ def live_grid(engine: DeepSpeedEngine) -> LiveGrid:
     mpu = engine.mpu if engine.mp_world_size > 1 else None
     size, rank = _asked(mpu, "world_size", 1), _asked(mpu, "rank", 0)
     if not _is(type(getattr(engine, "module", None)), "PipelineModule"):
-        return LiveGrid(row=Row(size, rank), experts=_experts(engine))
+        return LiveGrid(row=TpRank(size, rank), experts=_experts(engine))
     module = engine.module
     specs = module._layer_specs
     tied = {layer: spec for layer, spec in enumerate(specs) if _is(type(spec), "TiedLayerSpec")}
     ties = {layer: str(spec.key) for layer, spec in tied.items()}
     return LiveGrid(
-        row=Row(size, rank, ties),
+        row=TpRank(size, rank, ties),
         stage=int(module.stage_id),
         pp=len(module.parts) - 1,
         parts=tuple(map(int, module.parts)),

@@ -14,11 +14,11 @@ from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, as_faults
 from ds_reshard.execution.checksums import SEEN_BY_ALL
-from ds_reshard.formats.zero.checkpoint import ALONE, AnyCheckpoint, Row, ZeroCheckpoint
+from ds_reshard.formats.zero.checkpoint import SINGLE_TP_RANK, AnyCheckpoint, TpRank, ZeroCheckpoint
 from ds_reshard.formats.zero.door import list_folder
 from ds_reshard.formats.zero.model_states import read_entries, read_model_states
 from ds_reshard.formats.zero.names import Listing, pattern_in_path, stray_files
-from ds_reshard.formats.zero.reader import Sizes, missing, open_checkpoint, saved_sizes
+from ds_reshard.formats.zero.reader import Sizes, missing_file_faults, open_checkpoint, saved_sizes
 from ds_reshard.formats.zero.shards import model_signature
 from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
@@ -137,7 +137,7 @@ def look(
     optimizer: bool,
     universal: bool,
     names: str | Mapping[str, object] | None = None,
-    row: Row = ALONE,
+    row: TpRank = SINGLE_TP_RANK,
     later: bool = False,
     rename: Callable[[Listing], Listing] = lambda listing: listing,
 ) -> Found:
@@ -180,7 +180,7 @@ def look(
 
 
 @gc_disabled()
-def look_too(found: Found, *, optimizer: bool, row: Row = ALONE) -> Found:
+def look_too(found: Found, *, optimizer: bool, row: TpRank = SINGLE_TP_RANK) -> Found:
     """Every rank: read what rank 0 has listed, or the same of its own row. Never raises.
 
     Of a universal checkpoint, which rank 0 has told, only whether this rank sees the same common files.
@@ -207,7 +207,7 @@ def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Fou
     DeepSpeed loads them, each rank its own; what they say of step and sizes is compared among ranks. Never raises.
     """
     assert found.listing is not None
-    if not any(missing(found.listing, dp, optimizer=optimizer)):
+    if not any(missing_file_faults(found.listing, dp, optimizer=optimizer)):
         return found
     try:
         listing = list_folder(found.listing.folder)
@@ -227,11 +227,11 @@ def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Fou
     return replace(found, sizes=sizes, prints={listing.folder: digest(said)}, on_nodes=True)
 
 
-def read_heads(listing: Listing, *, optimizer: bool, row: Row) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
+def read_heads(listing: Listing, *, optimizer: bool, row: TpRank) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
     """What all shards share, and a digest of each file that every rank reads it from, by its path."""
     with digests() as found:
-        checkpoint = open_checkpoint(listing, optimizer=optimizer, row=row)
-    known = set(map(listing.path, listing.known))
+        checkpoint = open_checkpoint(listing, optimizer=optimizer, tp=row)
+    known = set(map(listing.path, listing.cache))
     return checkpoint, {path: content for path, content in found.items() if path not in known}
 
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ds_reshard.formats.zero.checkpoint import ALONE, Row
-from ds_reshard.formats.zero.modules import expert_of, layer_of, renumbered, tied_key
+from ds_reshard.formats.zero.checkpoint import SINGLE_TP_RANK, TpRank
+from ds_reshard.formats.zero.modules import expert_of, layer_of, renumber_expert, tied_key
 
 
 class Experts(NamedTuple):
@@ -27,7 +27,7 @@ class LiveGrid:
     names of tensors to the experts of this rank.
     """
 
-    row: Row = ALONE
+    row: TpRank = SINGLE_TP_RANK
     stage: int = 0
     pp: int = 1
     parts: tuple[int, ...] = ()
@@ -54,7 +54,9 @@ class LiveGrid:
 
     def global_name(self, name: str) -> str:
         """Return the name in the whole model of a tensor of this rank: its experts are numbered through all ranks."""
-        return renumbered(name, {prefix: own.first for prefix, own in self.experts.items()}) if self.experts else name
+        return (
+            renumber_expert(name, {layer: own.first for layer, own in self.experts.items()}) if self.experts else name
+        )
 
     def stages_of(self, key: str | None) -> list[int]:
         """Return the stages that have tied module `key`, in order."""

@@ -34,8 +34,8 @@ from ds_reshard.execution.states import given
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
-from ds_reshard.formats.zero.shards import ZeroShards, said_alike
-from ds_reshard.formats.zero.tensor_parallel import unnamed
+from ds_reshard.formats.zero.shards import ZeroShards, signature_by_family
+from ds_reshard.formats.zero.tensor_parallel import note_on_unnamed
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.engine import (
     Run,
@@ -323,11 +323,11 @@ def _said(mine: Considered, found: Found, decision: Decision, request: Request) 
     signatures = frozenset(
         (family, digest(sorted(alike.items())))
         for name, said in shards.signatures.items()
-        for family, alike in said_alike(name, said, states=ready.reshards_states).items()
+        for family, alike in signature_by_family(name, said, states=ready.reshards_states).items()
     )
     prints = frozenset(
         (digest((column_of(name), marks)), name)
-        for name, marks in shards.prints.items()
+        for name, marks in shards.checksums.items()
         if sum(crc is not None for _, crc in marks) > 1
     )
     return ready._replace(signatures=signatures, shard_checksums=prints)
@@ -372,7 +372,7 @@ def leave_to_deepspeed(
     leave = same and (bool(run.features) or not (always or partial))
     if custom and not leave:
         what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
-        expected = f"stage {checkpoint.told_stage}, {checkpoint.grid}, as saved, with optimizer states"
+        expected = f"stage {checkpoint.displayed_stage}, {checkpoint.grid}, as saved, with optimizer states"
         found = "another layout" if request.load_optimizer else "a load without optimizer states"
         mend = "load without custom_load_fn, or with the optimizer states and the layout that were saved"
         where = "load_checkpoint(custom_load_fn=...)"
@@ -408,7 +408,7 @@ def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[
         what = "keeps its moments in another process, and DeepSpeed neither saves nor loads them: they would begin anew"
         mend = "--load-masters-only, for what there is; to keep moments, train without it"
         yield UnsupportedLayout.fault(where, what, "false", "true", mend=mend)
-    if checkpoint.model.lagging and "ZenFlow" not in run.features:
+    if checkpoint.model.masters_lag and "ZenFlow" not in run.features:
         mend = (
             "resume with ZenFlow and the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         )
@@ -463,7 +463,7 @@ def _check_own(run: Run, checkpoint: AnyCheckpoint, shards: ZeroShards) -> list[
     index, live = Index(checkpoint.layout, shards), run.optimizer
     listing = checkpoint.listing
     name = listing.model.get(live.rank if live is not None and listing.partitioned_model else 0)
-    places = {listing.places.get(held.first // held.size) for held in run.grid.experts.values()}
+    places = {listing.ep_optim.get(held.first // held.size) for held in run.grid.experts.values()}
     unpickled = [listing.path(one) for one in (name, *places) if one is not None]
     if live is not None and live.stage != 0:
         if checkpoint.optim is not None:
@@ -520,16 +520,16 @@ def _load_directly(engine: DeepSpeedEngine, prepared: Prepared, settings: Settin
 
 
 def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
-    live, saved = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp).shortly
+    live, saved = prepared.live, prepared.checkpoint.grid._replace(dp=prepared.checkpoint.dp).short
     if not rank():
         universal = "universal, of " if prepared.checkpoint.listing.universal else ""
-        stage = prepared.checkpoint.told_stage
+        stage = prepared.checkpoint.displayed_stage
         say(
             f"loaded {prepared.checkpoint.listing.folder} ({universal}ZeRO {stage}, {saved}) as "
             f"ZeRO {live.stage if live else 0}, dp={live.dp if live else 1}; "
             f"rank 0 read {moved.bytes_read / 2**20:.1f} MiB from {len(moved.files)} files in {seconds:.2f} s"
         )
-    note = unnamed(prepared.checkpoint.divided)
+    note = note_on_unnamed(prepared.checkpoint.splits)
     if note and not rank():
         logger.warning("%s: %s", prepared.checkpoint.listing.folder, note)
     made = prepared.wants.from_masters if prepared.checkpoint.stages else []

@@ -12,17 +12,17 @@ import torch
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
-from ds_reshard.formats.zero.flat import slice_numel, sliced, whole
+from ds_reshard.formats.zero.flat import slice_numel, sliced_weight, whole_placement
 from ds_reshard.formats.zero.model_states import QUANTIZED, ModelStates
 from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.formats.zero.tensor_parallel import (
-    Evidence,
+    SplitEvidence,
     affine_maps,
-    divided,
-    divisions,
-    uncovered,
-    unknown_faults,
-    vocabularies,
+    coverage_faults,
+    find_splits,
+    split_by_widths,
+    unknown_split_faults,
+    vocabulary_splits,
 )
 from ds_reshard.hosts.deepspeed.engine import MOMENTUM, LiveBuffer, Optimizer, Run
 from ds_reshard.hosts.deepspeed.entries import unloaded_faults
@@ -146,21 +146,21 @@ class Wants:
 
 def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, LocalShard], list[Fault]]:
     """The parts that this rank has of parameters that are divided; empty if the checkpoint has the same parts."""
-    if not checkpoint.rows or run.grid.row.size == 1:
+    if not checkpoint.tp_models or run.grid.row.size == 1:
         return {**run.local_shards, **_padded(run, checkpoint)}, []
     grid, local = run.grid, run.module.shapes()
     maps = affine_maps(run.info)
     mapped = Patterns(maps)
     shards = {
-        name: _shards([maps[one] for one in mapped.of(name)], shape, run.shard_sizes.get(name, {}), grid)
+        name: _shards([maps[one] for one in mapped.matching(name)], shape, run.shard_sizes.get(name, {}), grid)
         for name, shape in local.items()
     }
     row, rules = grid.row, [rule._replace(owner=None) for rule in grid.row.rules]
-    found, unknown = divisions(shards, Evidence(run.info, run.autotp, row.whole, row.live), rules)
-    faults = unknown_faults(unknown, "this run")
+    found, unknown = find_splits(shards, SplitEvidence(run.info, run.autotp, row.whole_shapes, row.live_rules), rules)
+    faults = unknown_split_faults(unknown, "this run")
     for name, division in found.items():
-        faults += uncovered(name, division, shards[name])
-        held = sum(part.box.numel for part in division.ranks[grid.row.rank])
+        faults += coverage_faults(name, division, shards[name])
+        held = sum(part.box.numel for part in division.parts_by_rank[grid.row.rank])
         if held != prod(local[name]) and not division.vocabulary:
             what = "has elements in this run that are no part of it, which would be left as they are"
             mend = "resume with the tensor-parallel size that was saved, or with one"
@@ -168,7 +168,7 @@ def run_shares(run: Run, checkpoint: AnyCheckpoint) -> tuple[dict[str, LocalShar
                 f"parameter {name}", what, f"{held} elements", f"{prod(local[name])}", mend=mend
             )
             faults.append(fault)
-    own = {name: LocalShard(one.shape, one.ranks[grid.row.rank], one.replicated) for name, one in found.items()}
+    own = {name: LocalShard(one.shape, one.parts_by_rank[grid.row.rank], one.replicated) for name, one in found.items()}
     return {
         name: own[owner] for owner, one in run.module.parameters().items() if owner in own for name in one.names
     }, faults
@@ -180,24 +180,24 @@ def _padded(run: Run, checkpoint: AnyCheckpoint) -> dict[str, LocalShard]:
     As the run's own patterns or rules say, by whose size the saved one must be. A run that says nothing has no more
     rows than the saving run had with its padding: others may be words of its own, of which no file has anything.
     """
-    model, saved = checkpoint.model, {name: one for name, one in checkpoint.divided.items() if one.vocabulary}
+    model, saved = checkpoint.model, {name: one for name, one in checkpoint.splits.items() if one.vocabulary}
     shapes = {**{name: one.shape for name, one in model.module.items()}, **model.frozen_shapes, **model.trainable}
     shapes |= {name: one.shape for name, one in saved.items()}
     held = {name: one.shape for one in run.module.tensors for name in one.names}
     more = {name: [own] for name, own in held.items() if own[:1] > shapes.get(name, own)[:1]}
-    said = vocabularies(model, more, run.grid.row.rules, info=run.info) if more else {}
+    said = vocabulary_splits(model, more, run.grid.row.rules, info=run.info) if more else {}
     for name in more.keys() & saved.keys() - said.keys():
         own, size, room = held[name], saved[name].shape[0], sum(shard[0] for shard in saved[name].shards)
         if own[1:] == saved[name].shape[1:] and own[0] <= room:
-            said[name] = divided(own, 0, [own[:1]], "saved", vocabulary=size)
+            said[name] = split_by_widths(own, 0, [own[:1]], "saved", vocabulary=size)
             if not rank():
                 logger.warning("%s: its rows behind the saved vocabulary of %d are padding, and zeros", name, size)
-    return {name: LocalShard(one.shape, one.ranks[0]) for name, one in said.items()}
+    return {name: LocalShard(one.shape, one.parts_by_rank[0]) for name, one in said.items()}
 
 
 def more_rows(checkpoint: AnyCheckpoint, shapes: Mapping[str, Shape]) -> dict[str, int]:
     """The vocabularies of which `shapes` have more rows than were saved, and how many were."""
-    saved = {name: one.shape for name, one in checkpoint.divided.items() if one.vocabulary and name in shapes}
+    saved = {name: one.shape for name, one in checkpoint.splits.items() if one.vocabulary and name in shapes}
     return {
         name: shape[0]
         for name, shape in saved.items()
@@ -318,7 +318,7 @@ def _want_whole(wants: Wants, entry: LiveTensor, source: TensorKey) -> None:
     if not entry.contiguous or entry.dtype is None:
         wants.faults.append(_unread(name, "is not contiguous in this run, and has no whole weight to be read from"))
         return
-    placement = whole(name, "weight", entry.shape, entry.dtype, family=RUN, buffer=f"module/{name}")
+    placement = whole_placement(name, "weight", entry.shape, entry.dtype, family=RUN, buffer=f"module/{name}")
     wants.existing(placement, source, prod(entry.shape))
 
 
@@ -356,7 +356,7 @@ def _want_partitioned(wants: Wants, run: Run, live: Optimizer, *, masters: bool)
             if own is None or whole_numbers or param.quantized or name in checkpoint.model.quantized:
                 wants.faults.append(_quantized(name, checkpoint))
                 continue
-            placement = sliced(name, param.shape, own, live.dp, family=RUN, buffer=f"frozen/{name}")
+            placement = sliced_weight(name, param.shape, own, live.dp, family=RUN, buffer=f"frozen/{name}")
             wants.existing(placement, key, slice_numel(param.shape, live.dp))
 
 
@@ -513,7 +513,7 @@ def _muon_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
             what, mend = "was trained by another optimizer", "give its parameter the use_muon that was saved"
             yield ParamGroupMismatch.fault(f"flat buffer {number}: {other}", what, *said, mend=mend)
     elastic = checkpoint.optim is not None and checkpoint.optim.elastic
-    if any(muon) and (checkpoint.universal is not None or elastic or checkpoint.of_grid):
+    if any(muon) and (checkpoint.universal is not None or elastic or checkpoint.has_grid_files):
         found = "universal" if checkpoint.universal is not None else "elastic" if elastic else str(checkpoint.grid)
         what, mend = "is none that Muon takes its momentum from", "pass --no-load-optim, or load_optimizer_states=False"
         yield UnsupportedLayout.fault(checkpoint.listing.folder, what, "plain files of ZeRO stages", found, mend=mend)
@@ -528,8 +528,8 @@ def _universal_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fa
     universal = checkpoint.universal
     if universal is None:
         return
-    yield from universal.incomplete
-    if universal.common.kept is not None:
+    yield from universal.missing_states
+    if universal.common.states is not None:
         return
     path, known = universal.common.path, live.states if live.buffers else None
     if known is None or not known.keys() <= {"exp_avg", "exp_avg_sq"}:
@@ -546,7 +546,7 @@ def _universal_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fa
         for name in live.members(number)
         if name not in counted and name in facts.scalars and "step" not in facts.scalars[name]
     ]
-    if lacking and not universal.incomplete:
+    if lacking and not universal.missing_states:
         yield _lost(path, f"says no step of {', '.join(lacking[:8])}", "a step, or step.pt beside each parameter")
 
 

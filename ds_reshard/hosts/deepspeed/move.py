@@ -121,7 +121,7 @@ def _shares_bytes(prepared: Prepared) -> bool:
         return True  # stages that have one tied module may read one copy of it
     if prepared.wants.wholes:
         return True  # of a parameter that several ranks have parts of, each reads all
-    if prepared.checkpoint.rows or prepared.wants.divided:
+    if prepared.checkpoint.tp_models or prepared.wants.divided:
         return True  # names of tied shards are of one storage, and gaps between parts have no one reader
     found = [
         module[key.name]
@@ -146,7 +146,7 @@ def _replica(engine: DeepSpeedEngine, prepared: Prepared) -> int:
     """
     import torch.distributed as dist
 
-    if prepared.checkpoint.rows:
+    if prepared.checkpoint.tp_models:
         return 0  # whoever has a part of a tensor reads of all files
     if prepared.live is None or prepared.live.replicated:
         return rank()

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, cast
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, Grid, ZeroCheckpoint, sequence_ranks
-from ds_reshard.formats.zero.checkpoint import Row as TensorRow
+from ds_reshard.formats.zero.checkpoint import TpRank as TensorRow
 from ds_reshard.formats.zero.flat import slice_numel
-from ds_reshard.formats.zero.groups import as_one_place, as_one_stage
+from ds_reshard.formats.zero.groups import merge_expert_groups, merge_stage_groups
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.shards import compare_prints, compare_signatures
+from ds_reshard.formats.zero.shards import compare_checksums, compare_signatures
 from ds_reshard.hosts.deepspeed.coming import (
     Launch,
     PlannedModel,
@@ -135,7 +135,7 @@ class _Forecasting:
         saved, batch = "", dict[str, tuple[object, object]]()
         if checkpoint is not None:
             universal = "universal, of " if checkpoint.listing.universal else ""
-            sizes = checkpoint.grid._replace(dp=checkpoint.dp).shortly
+            sizes = checkpoint.grid._replace(dp=checkpoint.dp).short
             saved = f"{universal}ZeRO {checkpoint.stage}, {sizes}"
             saved = "another format" if isinstance(checkpoint, ForeignCheckpoint) else saved
         if ds is not None:
@@ -143,7 +143,7 @@ class _Forecasting:
         stage = f"ZeRO {int(ds.zero_optimization_stage)}, " if ds is not None else ""
         return Forecast(
             saved=saved,
-            run=f"{stage}{self.sizes.shortly}",
+            run=f"{stage}{self.sizes.short}",
             loader=self.loader,
             faults=tuple(dict.fromkeys(self.faults)),
             report=self.report,
@@ -213,7 +213,7 @@ class _Forecasting:
         with_states = any(one.reshards_states for one in decisions)
         folder, signatures = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         faults = compare_signatures(signatures, folder, states=with_states)
-        faults += compare_prints({k: v for one in shards for k, v in one.prints.items()}, folder)
+        faults += compare_checksums({k: v for one in shards for k, v in one.checksums.items()}, folder)
         raise_faults(faults, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
@@ -262,7 +262,8 @@ class _Forecasting:
         checkpoint = self.checkpoints.get(rank % self.coming.tp)  # tensor-parallel ranks are neighbours
         rules = parse_settings(self.config).tensor_parallel
         position = position_of_rank(rank, self.sizes, checkpoint, self.config, rules)
-        checkpoint = as_one_place(as_one_stage(checkpoint)) if isinstance(checkpoint, ZeroCheckpoint) else checkpoint
+        if isinstance(checkpoint, ZeroCheckpoint):
+            checkpoint = merge_expert_groups(merge_stage_groups(checkpoint))
         grid = position.grid
         model_key = grid.row.rank, grid.stage, min((one.first for one in grid.experts.values()), default=0)
         if model_key not in self._models:

@@ -184,7 +184,7 @@ def _own_model(run: Run, checkpoint: AnyCheckpoint) -> ModelStates:
     if len(checkpoint.stages) > 1 and len(checkpoint.stages) == run.grid.pp:
         return model_of_stage(checkpoint, run.grid)
     listing = checkpoint.listing
-    if not listing.partitioned_model or run.data_rank == 0 or checkpoint.rows or run.data_ranks != checkpoint.dp:
+    if not listing.partitioned_model or run.data_rank == 0 or checkpoint.tp_models or run.data_ranks != checkpoint.dp:
         return checkpoint.model
     name = listing.model[run.data_rank]
     return listing.read(name, read_model_states)
@@ -203,9 +203,9 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
 
 def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from checkpoint.uncut
+    yield from checkpoint.unreshardable
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
-        for name, found in partition.unfollowed.items():
+        for name, found in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
                 f"optimizer state {name!r} of flat buffer {number}",
                 "does not follow the parameter, so it cannot be cut for another layout",
@@ -280,10 +280,10 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
         return False
     if live is not None and checkpoint.model.in_fp16 is not run.fp16:
         return False
-    if checkpoint.rows or len(checkpoint.columns) > 1:
+    if checkpoint.tp_models or len(checkpoint.columns) > 1:
         return False
     sizes = {one.total // one.size for one in grid.experts.values()}
-    if checkpoint.listing.places and not same_places(checkpoint, sizes, None if live is None else live.groups):
+    if checkpoint.listing.ep_optim and not same_places(checkpoint, sizes, None if live is None else live.groups):
         return False
     if bool(checkpoint.stages) != bool(grid.parts):  # DeepSpeed looks for files of layers, or for a module
         return False

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from ds_reshard.containers.digests import digest
 from ds_reshard.errors import Fault, InternalError, raise_faults
-from ds_reshard.formats.zero.shards import ZeroShards, alike_on_all_ranks, compare_prints, compare_signatures
+from ds_reshard.formats.zero.shards import ZeroShards, compare_checksums, compare_signatures, rank_independent_text
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found
 from ds_reshard.hosts.deepspeed.prepare import Prepared
@@ -103,10 +103,10 @@ def _add_shard_faults(
     reports: list[RankReport], shards: ZeroShards | None, folder: str, *, states: bool
 ) -> list[RankReport]:
     """Compare the shards of all ranks; return the reports with the faults added as a last report. Collective."""
-    shards_by_rank = gather((shards.signatures, shards.prints) if shards is not None else ({}, {}))
+    shards_by_rank = gather((shards.signatures, shards.checksums) if shards is not None else ({}, {}))
     last = max(one.step for one in reports)
     faults = compare_signatures({k: v for one, _ in shards_by_rank for k, v in one.items()}, folder, states=states)
-    faults += compare_prints({k: v for _, one in shards_by_rank for k, v in one.items()}, folder)
+    faults += compare_checksums({k: v for _, one in shards_by_rank for k, v in one.items()}, folder)
     return [*reports, RankReport(last, f"loading {folder}", tuple(faults), None)]
 
 
@@ -119,7 +119,7 @@ def _refuse_other_files(found: Found, decision: Decision, *, subject: str) -> No
 
     def digests() -> dict[str, bytes]:
         models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
-        alike = {model.path: digest(alike_on_all_ranks(model)) for model in models if decision.loader == "DeepSpeed"}
+        alike = {model.path: digest(rank_independent_text(model)) for model in models if decision.loader == "DeepSpeed"}
         return {**found.prints, **decision.files, **alike}
 
     own_digests, faults, _ = attempt(digests)

@@ -482,7 +482,7 @@ def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Setting
         checkpoint.model.entries,
         settings,
         where=checkpoint.listing.folder,
-        stage=checkpoint.told_stage,
+        stage=checkpoint.displayed_stage,
         scheduler=scheduler,
     )
     clip_grad = checkpoint.optimizer_entries.get("clip_grad")

@@ -105,7 +105,7 @@ class Renaming:
             what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
             mend = "ds-reshard convert with --names, and load what it writes"
             raise ConfigError.of(model.path, what, mend=mend)  # an unsupported universal folder is left to DeepSpeed
-        return model.under(new_names)
+        return model.with_names(new_names)
 
     def _changed_names(self, model: ModelStates, saved_names: list[str]) -> Mapping[str, str]:
         """Return the names to change; none if the run already has all parameters of the folder by their saved names.
@@ -126,5 +126,5 @@ def with_names(listing: Listing, run: frozenset[str], names: str | Mapping[str, 
     """Return the listing, whose model files are renamed when they are read if the user gave a map of names."""
     if names is None:
         return listing
-    plain = not (listing.universal or listing.layers or listing.experts or listing.places or len(listing.columns) > 1)
+    plain = not (listing.universal or listing.layers or listing.experts or listing.ep_optim or len(listing.columns) > 1)
     return replace(listing, rename=Renaming(read_name_map(names), run, plain))
