@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable
 
 try:
     from isal import isal_zlib
@@ -26,6 +27,18 @@ def crc32(data: bytes | bytearray | memoryview, value: int = 0) -> int:
 def combine(first_crc: int, second_crc: int, second_nbytes: int) -> int:
     """The crc32 of two slices laid end to end, from the crc32 of each."""
     return shift(first_crc, second_nbytes) ^ second_crc
+
+
+def crc32_of_rows(rows: Iterable[memoryview], step: int) -> int:
+    """What these rows contribute together to the crc32 of all bytes up to the end of the last row.
+
+    In the whole, each row begins `step` bytes behind the one before it.
+    """
+    total, of_row = 0, isal_zlib.crc32 if _HAS_ISAL else zlib.crc32
+    join = isal_zlib.crc32_combine if _HAS_ISAL and step < 1 << 62 else combine
+    for row in rows:
+        total = join(total, of_row(row), step)
+    return total
 
 
 def shift(crc: int, nbytes_after: int) -> int:

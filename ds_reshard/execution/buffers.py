@@ -91,7 +91,7 @@ class TensorTarget:
         if self._memory is None or dtype is not self.dtype:
             return None
         begin, end = element_offset * self.dtype.itemsize, (element_offset + numel) * self.dtype.itemsize
-        if self._pages is not None:
+        if self._pages is not None and numel:
             self._pages.touch(begin, end)
         return self._memory[begin:end]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
 from operator import xor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard.containers.crc import crc32, shift
 from ds_reshard.containers.positioned import close, opened, read_into
@@ -28,16 +28,38 @@ _CHUNK_NBYTES = 1 << 20
 SEEN_BY_ALL = "load from a folder that every rank sees (with node-local storage: copy all files to each node)"
 
 
+class Span(NamedTuple):
+    """Bytes [start, stop) of a record, counted from its start.
+
+    With `times`, that many rows of as many bytes, each `step` bytes behind the row before it.
+    """
+
+    start: int
+    stop: int
+    times: int = 1
+    step: int = 0
+
+    def rows(self) -> Iterator[tuple[int, int]]:
+        """Each row as bytes [start, stop)."""
+        for at in range(self.times):
+            yield self.start + at * self.step, self.stop + at * self.step
+
+    def continues(self, other: Span) -> bool:
+        """True if the rows of `other` go on with these."""
+        alike = (self.step, self.stop - self.start) == (other.step, other.stop - other.start)
+        return alike and self.step > 0 and other.start == self.start + self.times * self.step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSum:
-    """What one rank read of a record: the combined crc of its slices, and the byte spans they cover.
+    """What one rank read of a record: the combined crc of its slices, and the spans of bytes that they cover.
 
-    Spans are half-open, count from the record's start, are in order, and adjacent ones are joined.
+    Spans are in order, and adjacent ones are joined.
     """
 
     record: Record
     crc32: int
-    spans: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...]
 
 
 def partial_sums(outcome: Outcome) -> list[PartialSum]:
@@ -48,33 +70,52 @@ def partial_sums(outcome: Outcome) -> list[PartialSum]:
             continue
         total = 0
         parts = set(slices)
-        for byte_offset, nbytes, crc in parts:
-            total ^= shift(crc, record.nbytes - byte_offset - nbytes)
-        spans = _joined((part.byte_offset, part.byte_offset + part.nbytes) for part in parts)
+        for part in parts:
+            total ^= shift(part.crc32, record.nbytes - part.end)
+        spans = _joined(map(_span, parts))
         sums.append(PartialSum(record=record, crc32=total, spans=spans))
     return sums
 
 
-def _joined(spans: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+def _span(part: Slice) -> Span:
+    several = (part.times, part.step) if part.times > 1 else ()
+    return Span(part.byte_offset, part.byte_offset + part.nbytes, *several)
+
+
+def _joined(spans: Iterable[Span]) -> tuple[Span, ...]:
     """Spans in order, those that touch joined; spans that overlap stay apart, and so never tile a record."""
-    joined: list[tuple[int, int]] = []
-    for start, stop in sorted(spans):
-        if joined and joined[-1][1] == start:
-            joined[-1] = (joined[-1][0], stop)
-        elif start < stop:
-            joined.append((start, stop))
+    joined: list[Span] = []
+    for span in sorted(spans):
+        last = joined[-1] if joined else None
+        if last is not None and last.continues(span):
+            joined[-1] = last._replace(times=last.times + span.times)
+        elif last is not None and last.times == span.times == 1 and last.stop == span.start:
+            joined[-1] = Span(last.start, span.stop)
+        elif span.start < span.stop:
+            joined.append(span)
     return tuple(joined)
 
 
-def _whole(record: Record, spans: Iterable[tuple[int, int]]) -> bool:
-    return _joined(spans) == ((0, record.nbytes),)
+def is_whole(record: Record, spans: Iterable[Span]) -> bool:
+    """True if each byte of the record is in one span; False for a record without bytes."""
+    joined = _joined(spans)
+    if not any(span.times > 1 for span in joined):
+        return joined == (Span(0, record.nbytes),)
+    import numpy  # only where there are rows, which may be many
+
+    begins = [span.start + span.step * numpy.arange(span.times) for span in joined]
+    starts = numpy.concatenate(begins)
+    stops = numpy.concatenate([begin + (span.stop - span.start) for begin, span in zip(begins, joined, strict=True)])
+    order = numpy.argsort(starts)
+    starts, stops = starts[order], stops[order]
+    return starts[0] == 0 and stops[-1] == record.nbytes and bool((starts[1:] == stops[:-1]).all())
 
 
 def settle(sums: Iterable[PartialSum]) -> tuple[list[PartialSum], list[Fault]]:
     """The sums that need other ranks' parts, and the faults of the records that were read whole."""
     open_sums, faults = [], []
     for item in sums:
-        if not _whole(item.record, item.spans):
+        if not is_whole(item.record, item.spans):
             open_sums.append(item)
         elif item.crc32 != item.record.crc32:
             faults.append(mismatch(item.record, item.crc32))
@@ -98,7 +139,7 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], set[R
         if recorded != record.crc32:
             faults.append(_other_files(record, recorded))
         crc = reduce(xor, (part.crc32 for part in parts))
-        if not _whole(record, (span for part in parts for span in part.spans)):
+        if not is_whole(record, (span for part in parts for span in part.spans)):
             again.add(record)
         elif crc != record.crc32:
             faults.append(mismatch(record, crc))
@@ -142,7 +183,7 @@ def compare_records(records: Iterable[Record]) -> list[Fault]:
 
 
 def _compared(record: Record, sums: Iterable[PartialSum]) -> Iterator[Fault]:
-    edges = sorted({0, record.nbytes, *(edge for item in sums for span in item.spans for edge in span)})
+    edges = sorted({0, record.nbytes, *(edge for item in sums for row in _rows(item.spans) for edge in row)})
     before, total, lacking = {0: 0}, 0, 0
     try:
         for stop, (crc, left) in zip(edges[1:], _crc32s(record, edges), strict=True):
@@ -156,12 +197,16 @@ def _compared(record: Record, sums: Iterable[PartialSum]) -> Iterator[Fault]:
         yield mismatch(record, total)
         return
     for item in sums:
-        there = reduce(xor, (before[start] ^ before[stop] for start, stop in item.spans), 0)
+        there = reduce(xor, (before[start] ^ before[stop] for start, stop in _rows(item.spans)), 0)
         if there != item.crc32:
             stop = record.byte_offset + record.nbytes
             what = f"bytes [{record.byte_offset}, {stop}) were read otherwise than they are"
             mend = "try again; where it comes again, test the memory of this machine and its way to the disk"
             yield ChecksumMismatch.fault(record.path, what, f"crc32 {there:08x}", f"{item.crc32:08x}", mend=mend)
+
+
+def _rows(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
+    return (row for span in spans for row in span.rows())
 
 
 def _crc32s(record: Record, edges: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -201,11 +246,11 @@ class Ledger(Outcome):
         """What is still to be read of a record for its checksum."""
         from ds_reshard.planning.plan import Check  # which needs numpy
 
-        at = 0
-        for part in sorted(self.slices.get(record, ())):
-            if part.byte_offset > at:
-                yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=part.byte_offset - at)
-            at = max(at, part.byte_offset + part.nbytes)
+        at, parts = 0, self.slices.get(record, ())
+        for start, stop in sorted(_rows(map(_span, parts))):
+            if start > at:
+                yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=start - at)
+            at = max(at, stop)
         if at < record.nbytes:
             yield Check(record=record, byte_offset=record.byte_offset + at, nbytes=record.nbytes - at)
 
@@ -217,11 +262,11 @@ class Ledger(Outcome):
         total = 0
         for record in records:
             parts = set(self.slices.get(record, ()))
-            if sum(part.nbytes for part in parts) != record.nbytes:
+            if sum(part.nbytes * part.times for part in parts) != record.nbytes:
                 ((crc, _),) = _crc32s(record, (0, record.nbytes))
                 parts = {Slice(byte_offset=0, nbytes=record.nbytes, crc32=crc)}
             for part in parts:
-                total ^= shift(part.crc32, nbytes - record.byte_offset - part.byte_offset - part.nbytes)
+                total ^= shift(part.crc32, nbytes - record.byte_offset - part.end)
         return total
 
     def mismatches(self) -> list[Fault]:

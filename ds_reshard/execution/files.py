@@ -17,7 +17,7 @@ from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import InternalError
 from ds_reshard.execution import disk
 from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
-from ds_reshard.execution.checksums import partial_sums
+from ds_reshard.execution.checksums import is_whole, partial_sums
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
@@ -68,8 +68,8 @@ class FileTarget:
     def checksum(self) -> int:
         """The crc32 of all that was written; InternalError unless that is each byte once."""
         written = partial_sums(Outcome(slices={self._record: self._slices}))
-        whole = ((0, self._record.nbytes),) if self._record.nbytes else ()
-        if sum(part.nbytes for part in self._slices) != self._record.nbytes or written[0].spans != whole:
+        once = sum(part.nbytes for part in self._slices) == self._record.nbytes
+        if not once or (self._record.nbytes and not is_whole(self._record, written[0].spans)):
             raise InternalError(f"{self._record.path}: not every byte was written once: {written[0].spans}")
         return written[0].crc32
 

@@ -33,11 +33,22 @@ class Target(Protocol):
 
 
 class Slice(NamedTuple):
-    """Bytes of a record that were read, and their crc32; `byte_offset` counts from the record's start."""
+    """Bytes of a record that were read, and their crc32; `byte_offset` counts from the record's start.
+
+    With `times`, that many rows of `nbytes` bytes, each `step` bytes behind the row before it. `crc32` is then the
+    exclusive or of what each row contributes to the crc32 of all bytes up to the end of the last row.
+    """
 
     byte_offset: int
     nbytes: int
     crc32: int
+    times: int = 1
+    step: int = 0
+
+    @property
+    def end(self) -> int:
+        """The byte behind the last row."""
+        return self.byte_offset + (self.times - 1) * self.step + self.nbytes
 
 
 @dataclass(slots=True, kw_only=True)

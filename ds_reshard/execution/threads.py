@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.crc import crc32, crc32_of_rows
 from ds_reshard.containers.folders import Identity, identity
 from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
@@ -22,7 +22,7 @@ from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.copies import BUFFER, BYTE_OFFSET, ELEMENT_OFFSET, NUMEL, RECORD, TYPES, Copies
+from ds_reshard.planning.copies import BUFFER, BYTE_OFFSET, ELEMENT_OFFSET, NUMEL, PLANES, RECORD, ROWS, TYPES, Copies
 from ds_reshard.planning.plan import Plan, cut_checks
 
 
@@ -65,6 +65,33 @@ _WASTED = 0.03
 """Of a store larger gaps are read along too, as long as all of them are no more than such a part of what is wanted."""
 
 
+class _Rows(NamedTuple):
+    """Rows at equal distances that one thread reads: `times` rows of `row_nbytes`, `step` bytes apart in the file.
+
+    In the target they lie `element_step` elements apart.
+    """
+
+    record: Record
+    byte_offset: int
+    row_nbytes: int
+    times: int
+    step: int
+    buffer: str
+    element_offset: int
+    element_step: int
+    dtype: ElementType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are wanted."""
+        return self.times * self.row_nbytes
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes from the first row to the last one, with those between."""
+        return (self.times - 1) * self.step + self.row_nbytes
+
+
 class _Batch(NamedTuple):
     """Copies of one record, in the order of its bytes, that one thread reads; or, without copies, bytes to check."""
 
@@ -104,7 +131,7 @@ class ThreadExecutor:
         room = self.memory_nbytes // (2 * self.chunk_nbytes)  # what was asked for is in memory twice
         threads = max(self.threads, min(AT_ONCE // 2, room)) if remote else self.threads
         with ThreadPoolExecutor(threads, thread_name_prefix="ds-reshard") as pool:
-            for batches in self._batches(plan, remote=bool(remote)):
+            for batches in self._batches(plan, targets, remote=bool(remote)):
                 files = OpenFiles(batch.record.path for batch in batches)
                 work = _Work(targets=targets, outcome=outcome, files=files, executor=self)
                 left = iter(batches)  # next() of a list's iterator is atomic: each thread takes the next batch
@@ -121,9 +148,62 @@ class ThreadExecutor:
         outcome.faults += before.changed_faults()
         return outcome
 
-    def _batches(self, plan: Plan, *, remote: bool) -> Iterator[list[_Batch]]:
+    def _batches(
+        self, plan: Plan, targets: Mapping[str, Target], *, remote: bool
+    ) -> Iterator[Sequence[_Batch | _Rows]]:
         """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
-        for runs in Copies.of(plan.copies).runs():
+        for part in Copies.of(plan.copies).by_rows():
+            if remote or self.saw is not None or not self._goes_by_rows(part, targets):
+                yield from self._runs(part, remote=remote)
+            else:
+                yield list(self._rows(part))
+        if self.checksum and plan.checks:
+            yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
+
+    def _goes_by_rows(self, copies: Copies, targets: Mapping[str, Target]) -> bool:
+        """True if the copies have rows that fit a chunk, and go to memory of the host as they are."""
+        table = copies.table
+        rows = int((table[ROWS] * table[PLANES]).max()) > 1
+        small = int((table[NUMEL] * copies.itemsizes).max()) <= self.chunk_nbytes
+        used = {*zip(table[BUFFER].tolist(), table[TYPES].tolist(), strict=True)} if rows and small else set()
+        return bool(used) and all(
+            targets[copies.buffers[buffer]].view(0, 0, copies.types[types][0]) is not None for buffer, types in used
+        )
+
+    def _rows(self, copies: Copies) -> Iterator[_Rows]:
+        """The rows of each copy, as many at once as a chunk holds, with the bytes between them if these are few."""
+        for (
+            record,
+            byte_offset,
+            numel,
+            types,
+            buffer,
+            at,
+            times,
+            step,
+            element_step,
+            *_,
+        ) in copies.planes_apart().table.T.tolist():
+            dtype = copies.types[types][0]
+            row_nbytes = numel * dtype.itemsize
+            near = step - row_nbytes <= _BETWEEN_NBYTES
+            most = (self.chunk_nbytes - row_nbytes) // step + 1 if near else self.chunk_nbytes // row_nbytes
+            for first in range(0, times, most):
+                yield _Rows(
+                    record=copies.records[record],
+                    byte_offset=byte_offset + first * step,
+                    row_nbytes=row_nbytes,
+                    times=min(most, times - first),
+                    step=step,
+                    buffer=copies.buffers[buffer],
+                    element_offset=at + first * element_step,
+                    element_step=element_step,
+                    dtype=dtype,
+                )
+
+    def _runs(self, part: Copies, *, remote: bool) -> Iterator[list[_Batch]]:
+        """The same without rows: each run by itself."""
+        for runs in part.runs():
             found: list[_Batch] = []
             copies = runs.cut(self.chunk_nbytes)
             record, byte_offset, nbytes = copies.table[RECORD], copies.table[BYTE_OFFSET], copies.nbytes_each()
@@ -146,8 +226,6 @@ class ThreadExecutor:
                     found.append(_Batch(of, int(byte_offset[first]), wanted, copies[first:last], near))
                     first = last
             yield found
-        if self.checksum and plan.checks:
-            yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
     def _near(self, between: NDArray[numpy.int64], nbytes: int) -> int:
         """Gaps of up to so many bytes are read along: a request costs a store's latency."""
@@ -195,12 +273,16 @@ class _Work:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _scratch: threading.local = field(default_factory=threading.local)
 
-    def run_all(self, batches: Iterator[_Batch]) -> None:
+    def run_all(self, batches: Iterator[_Batch | _Rows]) -> None:
         """Run batches until none is left; the iterator is shared with the other threads."""
         for batch in batches:
             path = batch.record.path
             try:
-                self._move(batch, self.files.acquire(path))
+                file = self.files.acquire(path)
+                if isinstance(batch, _Rows):
+                    self._move_rows(batch, file)
+                else:
+                    self._move(batch, file)
             except OSError as error:
                 self._fault(read_failed(path, error))
             finally:
@@ -215,11 +297,40 @@ class _Work:
             self.executor.saw(batch.copies, views)
         for target, element_offset, view, dtype in staged:
             target.store(element_offset, view, dtype)
+        self._note(batch.record, batch.nbytes, slices)
+
+    def _note(self, record: Record, nbytes: int, slices: Iterable[Slice]) -> None:
         with self._lock:
-            self.outcome.bytes_read += batch.nbytes
-            self.executor.nbytes_read += batch.nbytes
+            self.outcome.bytes_read += nbytes
+            self.executor.nbytes_read += nbytes
             if self.executor.checksum:
-                self.outcome.slices.setdefault(batch.record, []).extend(slices)
+                self.outcome.slices.setdefault(record, []).extend(slices)
+
+    def _move_rows(self, rows: _Rows, fd: Opened) -> None:
+        """Read rows to where they belong: row by row, or all that lies from the first to the last one."""
+        step, count = rows.element_step * rows.dtype.itemsize, rows.row_nbytes
+        numel = (rows.times - 1) * rows.element_step + count // rows.dtype.itemsize
+        memory = self.targets[rows.buffer].view(rows.element_offset, numel, rows.dtype)
+        assert memory is not None
+        places = [memory[at : at + count] for at in range(0, rows.times * step, step)]
+        if rows.window_nbytes <= self.executor.chunk_nbytes:
+            window = self._scratch_memory()[: rows.window_nbytes]
+            if not self._read_together(fd, rows.byte_offset, [window], rows):
+                return
+            _strided(memory, rows.times, count, step)[:] = _strided(window, rows.times, count, rows.step)
+        else:
+            offset = rows.byte_offset
+            for place in places:
+                got = read_into(fd, [place], offset)
+                if got < count and not self._read_together(fd, offset + got, [place[got:]], rows):
+                    return
+                offset += rows.step
+        slices = []
+        if self.executor.checksum:
+            crc = crc32_of_rows(places, rows.step)
+            at = rows.byte_offset - rows.record.byte_offset
+            slices.append(Slice(at, count, crc, rows.times, rows.step))
+        self._note(rows.record, rows.nbytes, slices)
 
     def _views(
         self, batch: _Batch
@@ -269,7 +380,7 @@ class _Work:
             together.append(view)
         return self._read_together(fd, offsets[first], together, batch)
 
-    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch) -> bool:
+    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch | _Rows) -> bool:
         while views:
             got = read_into(fd, views, offset)
             if got == 0:
@@ -288,6 +399,12 @@ class _Work:
     def _fault(self, fault: Fault) -> None:
         with self._lock:
             self.outcome.faults.append(fault)
+
+
+def _strided(memory: memoryview, times: int, nbytes: int, step: int) -> NDArray[numpy.uint8]:
+    """Rows of `nbytes` bytes, `step` bytes apart, as an array of shape (times, nbytes)."""
+    flat = numpy.frombuffer(memory, dtype=numpy.uint8)
+    return numpy.lib.stride_tricks.as_strided(flat, (times, nbytes), (step, 1))
 
 
 def _slices(record: Record, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[Slice]:

@@ -22,7 +22,7 @@ from ds_reshard.errors import (
     error_of,
     raise_faults,
 )
-from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
+from ds_reshard.execution.checksums import PartialSum, Span, combine, partial_sums, read_again, settle
 from ds_reshard.execution.files import ArchiveFile, FileTarget, StagingExecutor
 from ds_reshard.execution.fingerprint import Fingerprint, Witness
 from ds_reshard.model.checkpoint import Checkpoint
@@ -436,5 +436,5 @@ def _sums(note: Mapping[str, object]) -> Iterator[PartialSum]:
     sums = note["sums"]
     assert isinstance(sums, list)
     for item in sums:
-        spans = tuple((start, stop) for start, stop in item["spans"])
+        spans = tuple(Span(*span) for span in item["spans"])
         yield PartialSum(record=Record(*item["record"]), crc32=item["crc32"], spans=spans)

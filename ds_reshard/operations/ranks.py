@@ -6,10 +6,13 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import partial, reduce
+from functools import reduce
 from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+
+import numpy
+from numpy.typing import NDArray
 
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.errors import (
@@ -308,19 +311,19 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, sums: Iterable[PartialSum], replica: int) -> Sums:
-        crc = spans = 0
+        crc, rows = 0, list[tuple[int, ...]]()
         for one in sums:
             record = one.record
-            drawn = partial(_keyed_number, repr((os.path.basename(record.path), *record[1:], replica)))
+            seed, factor = _seed_and_factor(repr((os.path.basename(record.path), *record[1:], replica)))
             total = one.crc32
-            for start, stop in one.spans:
-                spans += drawn(stop) - drawn(start)
-                if start == 0:
+            for span in one.spans:
+                rows.append((seed, *span))
+                if span.start == 0:
                     assert record.crc32 is not None
                     total ^= record.crc32
-                    spans -= drawn(record.nbytes) - drawn(0)
-            crc ^= _multiply(total, drawn(-1) | 1)
-        return cls(crc, spans % 2**64)
+                    rows.append((seed, record.nbytes, 0, 1, 0))
+            crc ^= _multiply(total, factor | 1)
+        return cls(crc, _sum_of_ends(rows))
 
 
 def are_complete(sums: Sequence[Sums | None]) -> bool:
@@ -330,9 +333,32 @@ def are_complete(sums: Sequence[Sums | None]) -> bool:
     return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
 
 
-def _keyed_number(record: str, offset: int) -> int:
-    """A number of 64 bits that stands for an offset of a record."""
-    return int.from_bytes(blake2b(f"{record} {offset}".encode(), digest_size=8).digest(), "little")
+def _seed_and_factor(record: str) -> tuple[int, int]:
+    """Two numbers of 64 bits that stand for a record."""
+    digest = blake2b(record.encode(), digest_size=16).digest()
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
+
+
+def _sum_of_ends(rows: Sequence[tuple[int, ...]]) -> int:
+    """The sum, modulo 2**64, of the number of each span's stop less that of its start.
+
+    Each row is (seed of the record, start, stop, times, step). The number of an offset is the splitmix64 mix of both.
+    """
+    if not rows:
+        return 0
+    seeds, starts, stops, times, steps = numpy.array(rows, dtype=numpy.uint64).T
+    which = numpy.repeat(numpy.arange(len(rows)), times.astype(numpy.int64))
+    firsts = numpy.repeat(numpy.cumsum(times) - times, times.astype(numpy.int64))
+    moved = (numpy.arange(len(which), dtype=numpy.uint64) - firsts) * steps[which] + seeds[which]
+    return int((_mixed(stops[which] + moved) - _mixed(starts[which] + moved)).sum())
+
+
+def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    values = (values ^ values >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
+    mixed: NDArray[numpy.uint64] = values ^ values >> numpy.uint64(31)
+    return mixed
 
 
 def _multiply(value: int, factor: int) -> int:

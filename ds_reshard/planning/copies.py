@@ -7,6 +7,7 @@ row). As objects they would take more time and memory than the bytes; objects ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from math import prod
 from typing import NamedTuple, TypeVar, overload
 
@@ -256,7 +257,7 @@ class Copies(Sequence[Copy]):
 
     def _rows_within(self, start: int, stop: int) -> Copies:
         """Clip copies with rows, whose steps are positive: keep the rows inside, and cut the rows at both edges."""
-        table = self._planes_apart().table
+        table = self.planes_apart().table
         numel, step, offset = table[NUMEL], numpy.maximum(1, table[ROW_ELEMENTS]), table[ELEMENT_OFFSET]
         # The range of rows that overlap [start, stop), and of rows that lie inside it.
         overlapping = numpy.clip(-((offset + numel - 1 - start) // step), 0, None), -((offset - stop) // step)
@@ -275,7 +276,8 @@ class Copies(Sequence[Copy]):
         edges = [run._clipped(start, stop) for part in (parts[0], parts[2]) for run in part.runs()]
         return Copies.concatenate([parts[1], *edges])
 
-    def _planes_apart(self) -> Copies:
+    def planes_apart(self) -> Copies:
+        """Return the copies with a copy for each plane."""
         planes = self.table[PLANES]
         copy_number = numpy.repeat(numpy.arange(len(self)), planes)
         plane = numpy.arange(len(copy_number)) - (numpy.cumsum(planes) - planes)[copy_number]
@@ -307,6 +309,14 @@ class Copies(Sequence[Copy]):
         joined = table[:, first]
         joined[NUMEL] = numel
         return Copies(joined, self.records, self.buffers, self.types)
+
+    def by_rows(self) -> Iterator[Copies]:
+        """Yield the copies in order, in parts: all copies of a part have rows, or none has."""
+        several = self.table[ROWS] * self.table[PLANES] > 1
+        edges = [0, *(numpy.flatnonzero(several[1:] != several[:-1]) + 1).tolist(), len(self)]
+        for first, stop in pairwise(edges):
+            if first < stop:
+                yield self[first:stop]
 
     def runs(self) -> Iterator[Copies]:
         """Yield the same copies without rows, in portions, so that rows are expanded only as needed."""

@@ -13,6 +13,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault
 from ds_reshard.execution.checksums import (
     PartialSum,
+    Span,
     combine,
     compare_records,
     partial_sums,
@@ -142,7 +143,7 @@ def test_ranks_that_each_read_the_whole_settle_it_alone():
 
 
 def test_a_mismatch_says_what_was_expected_and_found():
-    _, (fault,) = settle([PartialSum(record=RECORD, crc32=1, spans=((0, 64),))])
+    _, (fault,) = settle([PartialSum(record=RECORD, crc32=1, spans=(Span(0, 64),))])
     assert fault.line() == (
         f"file: bytes [1000, 1064) are not what was written (expected crc32 {crc32(DATA):08x}, found 00000001)"
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ds_reshard.containers.crc import crc32_of_rows
 from ds_reshard.execution import buffers, threads
 from ds_reshard.execution.buffers import (
     HUGE_NBYTES,
@@ -23,8 +24,11 @@ from ds_reshard.execution.buffers import (
     tensor_from_bytes,
     torch_dtype,
 )
+from ds_reshard.execution.checksums import combine, partial_sums
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.records import ElementType
+from ds_reshard.model.region import Rows
+from ds_reshard.operations.ranks import Sums, whole
 from ds_reshard.planning.copies import Copy
 from ds_reshard.planning.plan import Check, Plan, cut_checks
 from ds_reshard.testing import ExecutorSuite
@@ -154,6 +158,88 @@ def test_short_reads_are_continued(tmp_path, monkeypatch):
     outcome = executor.execute(Plan(copies=tuple(copies)), targets)
     assert bytes(value for tensor in tensors.values() for value in tensor.tolist()) == data
     assert (outcome.faults, checksum_faults([outcome])) == ([], [])
+
+
+def columns(record, shape, first, width):
+    """Columns [first, first + width) of a matrix of float32 that is all of the record, as one copy with rows."""
+    rows, of_row = shape
+    at = record.byte_offset + first * 4
+    return Copy(record, at, width, FP32, "columns", 0, FP32, (Rows(rows, of_row, width),))
+
+
+@pytest.mark.parametrize(
+    ("shape", "calls"),
+    [((600, 24), 30), ((60, 42_000), 60), ((1, 24), 1), ((3, 600), 6)],
+    ids=["windows", "far apart", "one row", "a window a row"],
+)
+@pytest.mark.parametrize("shared", [2, 3])
+def test_rows_at_equal_distances_are_read_in_windows_or_by_themselves(tmp_path, monkeypatch, shape, shared, calls):
+    """Ranks that share a matrix by columns get theirs, and what they read adds up to its checksum."""
+    values = torch.arange(shape[0] * shape[1], dtype=torch.float32).view(shape)
+    record = write_record(str(tmp_path), "file", values.numpy().tobytes())
+    preadv, counted, outcomes = os.preadv, [], []
+    monkeypatch.setattr(os, "preadv", lambda *given: counted.append(given) or preadv(*given))
+    for rank in range(shared):
+        width = shape[1] // shared
+        found = torch.zeros(shape[0] * width)
+        executor = ThreadExecutor(threads=2, memory_nbytes=max(8192, 8 * shape[1]), checksum=True)
+        plan = Plan(copies=(columns(record, shape, rank * width, width),))
+        outcomes.append(executor.execute(plan, {"columns": TensorTarget(found)}))
+        assert torch.equal(found.view(shape[0], width), values[:, rank * width : (rank + 1) * width])
+        assert (outcomes[-1].bytes_read, executor.nbytes_read) == (found.nbytes, found.nbytes)
+    sums = [partial_sums(outcome) for outcome in outcomes]
+    assert combine(sums) == ([], set())
+    assert combine(sums[1:])[1] == {record}
+    assert len(counted) <= calls * shared
+    assert whole([Sums.of(one, 0) for one in sums]) and not whole([Sums.of(one, 0) for one in sums[1:]])
+
+
+@pytest.mark.parametrize("shape", [(600, 24), (600, 42_000)], ids=["windows", "far apart"])
+def test_damage_in_a_row_is_found_and_that_beside_it_is_not(tmp_path, shape):
+    """A rank sums the bytes that it wants: those between two rows are another rank's."""
+    data = bytearray(4 * shape[0] * shape[1])
+    record = write_record(str(tmp_path), "file", bytes(data))
+    halves = [columns(record, shape, first, shape[1] // 2) for first in (0, shape[1] // 2)]
+    with open(record.path, "r+b") as file:
+        file.seek(record.byte_offset + 4 * shape[1] * 77 + 5)
+        file.write(b"\1")
+    sums = []
+    for half in halves:
+        found = torch.zeros(half.nbytes // 4)
+        executor = ThreadExecutor(threads=2, memory_nbytes=max(8192, 8 * shape[1]), checksum=True)
+        sums += partial_sums(executor.execute(Plan(copies=(half,)), {"columns": TensorTarget(found)}))
+    zeros = memoryview(bytes(half.nbytes // shape[0]))
+    assert sums[0].crc32 != sums[1].crc32
+    assert sums[1].crc32 == crc32_of_rows([zeros] * shape[0], 4 * shape[1])
+    (fault,), again = combine([sums])
+    assert (fault.error, again) == ("ChecksumMismatch", set())
+
+
+@pytest.mark.parametrize("shape", [(600, 24), (600, 42_000)], ids=["windows", "far apart"])
+def test_a_file_that_ends_among_rows_is_a_fault(tmp_path, shape):
+    """What was read of them is not counted."""
+    record = write_record(str(tmp_path), "file", bytes(4 * shape[0] * shape[1]))
+    os.truncate(record.path, record.byte_offset + 4 * shape[1] * 300 + 20)
+    copy = columns(record, shape, 0, shape[1] // 2)
+    executor = ThreadExecutor(threads=2, memory_nbytes=max(8192, 8 * shape[1]), checksum=True)
+    outcome = executor.execute(Plan(copies=(copy,)), {"columns": TensorTarget(torch.zeros(copy.nbytes // 4))})
+    assert {fault.error for fault in outcome.faults} == {"CheckpointDamaged"}
+    assert outcome.bytes_read < copy.nbytes
+
+
+def test_rows_of_planes_and_gaps_in_the_buffer_stay(tmp_path):
+    """Rows of rows are read plane by plane; elements of the buffer between two rows are not touched."""
+    values = torch.arange(2 * 50 * 30, dtype=torch.float32).view(2, 50, 30)
+    record = write_record(str(tmp_path), "file", values.numpy().tobytes())
+    rows = (Rows(2, 1500, 50 * 7), Rows(50, 30, 7))
+    copy = Copy(record, record.byte_offset + 4 * 10, 5, FP32, "part", 0, FP32, rows)
+    found = torch.full((2 * 50 * 7,), -1.0)
+    executor = ThreadExecutor(threads=3, memory_nbytes=3 * 4096, checksum=True)
+    outcome = executor.execute(Plan(copies=(copy,)), {"part": TensorTarget(found)})
+    expected = torch.full((2, 50, 7), -1.0)
+    expected[:, :, :5] = values[:, :, 10:15]
+    assert torch.equal(found.view(2, 50, 7), expected)
+    assert outcome.faults == []
 
 
 def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
