@@ -23,14 +23,26 @@ from typing import Protocol
 import numpy
 import torch
 
-from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.crc import crc32, crc32_of_rows
 from ds_reshard.containers.positioned import read_into
 from ds_reshard.errors import ConfigError, DeviceFailed, Fault, raise_faults
 from ds_reshard.execution.buffers import TensorTarget, memory_of
 from ds_reshard.execution.interfaces import Executor, Outcome, Saw, Slice, Target, ended_early, read_failed
-from ds_reshard.execution.scatter import INDEX_NUMEL, ROW_NBYTES, Chunk, Named, Run, chunks, deal, scattering, straight
+from ds_reshard.execution.scatter import (
+    INDEX_NUMEL,
+    ROW_NBYTES,
+    Chunk,
+    Named,
+    Run,
+    chunks,
+    chunks_of_rows,
+    deal,
+    row_nbytes,
+    scattering,
+    straight,
+)
 from ds_reshard.execution.threads import OpenFiles, Seen, ThreadExecutor
-from ds_reshard.planning.copies import BUFFER, NUMEL, Copies, Copy
+from ds_reshard.planning.copies import BUFFER, NUMEL, ROWS, Copies, Copy
 from ds_reshard.planning.plan import Plan
 
 
@@ -195,6 +207,8 @@ _SLOTS_A_THREAD = 2
 _LARGEST_NBYTES = 8 << 20
 _READ_NBYTES = 2 << 20
 _SCARCE_NUMEL = 1 << 12
+_FEWEST = 16
+"""Rows are read and dealt out together if they take at least such a part of a slot."""
 _SHOWN_THERE_NBYTES = 1 << 19
 _UNIT = 16
 
@@ -271,8 +285,7 @@ class _Load:
             stream.wait(given)
         for slot in slots:
             self._free.put(slot)
-        for runs in copies.runs():
-            work = list(chunks(runs, len(slots[0].memory), executor.named))
+        for work in self._portions(copies, len(slots[0].memory)):
             with OpenFiles(run.record.path for chunk in work for run in chunk.runs) as self._files:
                 left = iter(work)  # next() of a list's iterator is atomic: each thread takes the next chunk
                 try:
@@ -283,6 +296,20 @@ class _Load:
                     self._finish(slots, work[-1])
             if self._stopped.is_set():
                 return
+
+    def _portions(self, copies: Copies, slot_nbytes: int) -> Iterator[list[Chunk]]:
+        """The chunks of all copies: rows of large copies as they are, all others one by one, a portion at a time."""
+        executor = self._executor
+        shown = executor.saw_there is not None or executor.host.saw is not None
+        for part in copies.by_rows():
+            table, row = part.table, part.table[NUMEL] * part.itemsizes
+            large = (table[ROWS] > 1) & (row <= slot_nbytes) & (row * table[ROWS] * _FEWEST >= slot_nbytes)
+            by_rows = part.take(large & (not shown))
+            if len(by_rows):
+                yield list(chunks_of_rows(by_rows.planes_apart(), slot_nbytes, executor.named))
+            for runs in part.take(~large | shown).runs():
+                if len(runs):
+                    yield list(chunks(runs, slot_nbytes, executor.named))
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""
@@ -366,32 +393,35 @@ class _Load:
 
     def _read(self, run: Run, memory: memoryview) -> bool:
         """Fill the run's place in `memory`, summing what is still in the processor's cache."""
-        path, host = run.record.path, self._executor.host
-        crc = done = 0
+        path, host, rows = run.record.path, self._executor.host, list(run.rows())
+        crc, alone = 0, len(rows) == 1
         try:
             fd = self._files.acquire(path)
-            while done < run.nbytes:
-                part = memory[run.position + done : run.position + min(run.nbytes, done + _READ_NBYTES)]
-                got = read_into(fd, [part], run.byte_offset + done)
-                if not got:
-                    self._note(ended_early(path, run.byte_offset, run.nbytes, run.byte_offset + done))
-                    return False
-                if host.checksum:
-                    crc = crc32(part[:got], crc)
-                done += got
+            for offset, position, nbytes in [(run.byte_offset, run.position, run.nbytes)] if run.window else rows:
+                done = 0
+                while done < nbytes:
+                    part = memory[position + done : position + min(nbytes, done + _READ_NBYTES)]
+                    got = read_into(fd, [part], offset + done)
+                    if not got:
+                        self._note(ended_early(path, offset, nbytes, offset + done))
+                        return False
+                    if host.checksum and alone:
+                        crc = crc32(part[:got], crc)
+                    done += got
         except OSError as error:
             self._note(read_failed(path, error))
             return False
         finally:
             self._files.release(path)
+        nbytes, step = (run.nbytes, 0) if alone else row_nbytes(run.copies[0])
+        if host.checksum and not alone:
+            crc = crc32_of_rows((memory[at : at + nbytes] for _, at, _ in rows), step)
         with self._noting:
-            self._outcome.bytes_read += run.nbytes
-            host.nbytes_read += run.nbytes
+            self._outcome.bytes_read += run.wanted_nbytes
+            host.nbytes_read += run.wanted_nbytes
             if host.checksum:
                 at = run.byte_offset - run.record.byte_offset
-                self._outcome.slices.setdefault(run.record, []).append(
-                    Slice(byte_offset=at, nbytes=run.nbytes, crc32=crc)
-                )
+                self._outcome.slices.setdefault(run.record, []).append(Slice(at, nbytes, crc, len(rows), step))
         return True
 
     def _note(self, fault: Fault) -> None:

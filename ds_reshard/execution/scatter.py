@@ -15,6 +15,7 @@ from math import gcd, prod
 import torch
 
 from ds_reshard.execution.buffers import torch_dtype
+from ds_reshard.execution.interfaces import BETWEEN_NBYTES
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import Copy
@@ -30,10 +31,14 @@ Named = Callable[[Copy], str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Copies of one type that follow each other in a record: they are read together, to `position` of a chunk."""
+    """Copies of one type that follow each other in a record: they are read together, to `position` of a chunk.
+
+    A copy with rows is alone. Its rows lie in the chunk as they do in the file if it is a `window`, else end to end.
+    """
 
     position: int
     copies: list[Copy]
+    window: bool = False
 
     @property
     def record(self) -> Record:
@@ -44,17 +49,35 @@ class Run:
         return self.copies[0].byte_offset
 
     @property
+    def wanted_nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self.copies)
+
+    @property
     def nbytes(self) -> int:
-        return self.copies[-1].byte_offset + self.copies[-1].nbytes - self.byte_offset
+        """Bytes that it takes in the chunk."""
+        last = self.copies[-1]
+        return window_nbytes(last) if self.window else last.byte_offset + last.nbytes - self.byte_offset
 
     def continues_with(self, copy: Copy) -> bool:
         """Whether the copy may be the next; bytes of another type might not be aligned there."""
         last = self.copies[-1]
+        if last.rows or copy.rows:
+            return False
         return (
             last.record == copy.record
             and last.byte_offset + last.nbytes == copy.byte_offset
             and last.dtype is copy.dtype
         )
+
+    def rows(self) -> Iterator[tuple[int, int, int]]:
+        """The offset in the file, the place in the chunk, and the bytes of each row; of copies without, all as one."""
+        if not self.copies[0].rows:
+            yield self.byte_offset, self.position, self.nbytes
+            return
+        nbytes, step = row_nbytes(self.copies[0])
+        place_step = step if self.window else nbytes
+        for number in range(self.copies[0].rows[0].times):
+            yield self.byte_offset + number * step, self.position + number * place_step, nbytes
 
     def placed(self) -> Iterator[tuple[Copy, int]]:
         """Each copy with its place in the chunk, in bytes."""
@@ -83,8 +106,38 @@ class Chunk:
         return ", ".join(named) + (f" and {len(copies) - 4} more" if len(copies) > 4 else "")
 
 
+def row_nbytes(copy: Copy) -> tuple[int, int]:
+    """The bytes of a row of a copy, and the bytes from the begin of one row to that of the next in the file."""
+    return copy.numel * copy.dtype.itemsize, copy.rows[0].first_step * copy.dtype.itemsize
+
+
+def window_nbytes(copy: Copy) -> int:
+    """The bytes from a copy's first row to its last one, with those between."""
+    nbytes, step = row_nbytes(copy)
+    return (copy.rows[0].times - 1) * step + nbytes
+
+
+def chunks_of_rows(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
+    """Copies with rows, in order, as many rows of one in a chunk as fit within the capacity; a row must.
+
+    Rows that lie near each other are read with the bytes between them.
+    """
+    for copy in copies:
+        (rows,), (nbytes, step) = copy.rows, row_nbytes(copy)
+        window = step - nbytes <= BETWEEN_NBYTES
+        most = (capacity_nbytes - nbytes) // step + 1 if window else capacity_nbytes // nbytes
+        for first in range(0, rows.times, most):
+            part = copy._replace(
+                byte_offset=copy.byte_offset + first * step,
+                element_offset=copy.element_offset + first * rows.second_step,
+                rows=(rows._replace(times=min(most, rows.times - first)),),
+            )
+            run = Run(position=0, copies=[part], window=window)
+            yield Chunk(runs=(run,), nbytes=run.nbytes, named=named)
+
+
 def chunks(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
-    """The same copies, in order, cut so that each chunk with the rows of its copies stays within the capacity.
+    """Copies without rows, in order, cut so that each chunk with a row of its table for each stays within the capacity.
 
     ValueError for a capacity that one element and its row do not fit in.
     """
@@ -121,7 +174,7 @@ INDEX_NUMEL = 1 << 20
 _UNITS = {16: torch.complex128, 8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Block:
     """Elements at regular places of a source and of a target: a box of `sizes`, rows last; steps count elements."""
 
@@ -184,16 +237,7 @@ def scattering(
     groups: dict[tuple[str, ElementType], list[Block]] = {}
     for run in runs:
         for copy, at in run.placed():
-            group = groups.setdefault((copy.buffer, copy.dtype), [])
-            group.append(
-                Block(
-                    source=at // copy.dtype.itemsize,
-                    target=copy.element_offset,
-                    sizes=(copy.numel,),
-                    source_steps=(1,),
-                    target_steps=(1,),
-                )
-            )
+            groups.setdefault((copy.buffer, copy.dtype), []).append(_block(copy, at, window=run.window))
     table: tuple[list[int], list[int], list[int]] = ([], [], [])
     scatters = []
     for (buffer, dtype), group in groups.items():
@@ -211,6 +255,16 @@ def scattering(
         portions = tuple(_portions(table[2], first, index_numel))
         scatters.append(Scatter(buffer=buffer, dtype=dtype, blocks=large, portions=portions, unit_nbytes=unit))
     return Scattering(scatters=tuple(scatters), table=table)
+
+
+def _block(copy: Copy, at: int, *, window: bool) -> Block:
+    """A copy that lies at a byte of a chunk."""
+    first, itemsize = at // copy.dtype.itemsize, copy.dtype.itemsize
+    if not copy.rows:
+        return Block(first, copy.element_offset, (copy.numel,), (1,), (1,))
+    step = row_nbytes(copy)[1] // itemsize if window else copy.numel
+    ((times, _, target_step),) = copy.rows
+    return Block(first, copy.element_offset, (times, copy.numel), (step, 1), (target_step, 1))
 
 
 def _unit(blocks: Iterable[Block], target: torch.Tensor, dtype: ElementType) -> int:

@@ -19,7 +19,7 @@ from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
 from ds_reshard.containers.remote import changed, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault
-from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
+from ds_reshard.execution.interfaces import BETWEEN_NBYTES, Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import BUFFER, BYTE_OFFSET, ELEMENT_OFFSET, NUMEL, PLANES, RECORD, ROWS, TYPES, Copies
@@ -59,8 +59,6 @@ class OpenFiles:
 # Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
 _CHUNK_NBYTES = 2 << 20
 _VECTORS = 512  # with what lies between them less than the 1024 that Linux takes (IOV_MAX)
-_BETWEEN_NBYTES = 16 << 10
-"""Bytes that nobody wants are read along with those around them, where a system call of its own would cost more."""
 _WASTED = 0.03
 """Of a store larger gaps are read along too, as long as all of them are no more than such a part of what is wanted."""
 
@@ -99,7 +97,7 @@ class _Batch(NamedTuple):
     byte_offset: int
     nbytes: int
     copies: Copies | None
-    between_nbytes: int = _BETWEEN_NBYTES
+    between_nbytes: int = BETWEEN_NBYTES
 
 
 class ThreadExecutor:
@@ -186,7 +184,7 @@ class ThreadExecutor:
         ) in copies.planes_apart().table.T.tolist():
             dtype = copies.types[types][0]
             row_nbytes = numel * dtype.itemsize
-            near = step - row_nbytes <= _BETWEEN_NBYTES
+            near = step - row_nbytes <= BETWEEN_NBYTES
             most = (self.chunk_nbytes - row_nbytes) // step + 1 if near else self.chunk_nbytes // row_nbytes
             for first in range(0, times, most):
                 yield _Rows(
@@ -209,7 +207,7 @@ class ThreadExecutor:
             record, byte_offset, nbytes = copies.table[RECORD], copies.table[BYTE_OFFSET], copies.nbytes_each()
             ends = byte_offset + nbytes
             between = numpy.append(0, byte_offset[1:] - ends[:-1])
-            apart, near = record[1:] != record[:-1], _BETWEEN_NBYTES
+            apart, near = record[1:] != record[:-1], BETWEEN_NBYTES
             if remote:  # each request by a thread of its own
                 near = self._near(between[1:][~apart], int(nbytes.sum()))
                 apart = apart | (between[1:] > near)
@@ -233,7 +231,7 @@ class ThreadExecutor:
         fitting = int(numpy.searchsorted(numpy.cumsum(gaps), _WASTED * nbytes, side="right"))
         if fitting < len(gaps):  # of gaps that are as wide as each other all are read along, or none
             fitting = int(numpy.searchsorted(gaps, gaps[fitting]))
-        return max(_BETWEEN_NBYTES, int(gaps[fitting - 1]) if fitting else 0)
+        return max(BETWEEN_NBYTES, int(gaps[fitting - 1]) if fitting else 0)
 
 
 class Seen:

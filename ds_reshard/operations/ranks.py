@@ -11,9 +11,6 @@ from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-import numpy
-from numpy.typing import NDArray
-
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -32,6 +29,8 @@ from ds_reshard.operations.watching import phase
 from ds_reshard.version import VERSION
 
 if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
     from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
@@ -346,6 +345,8 @@ def _sum_of_ends(rows: Sequence[tuple[int, ...]]) -> int:
     """
     if not rows:
         return 0
+    import numpy  # not with the module, which `import ds_reshard.auto` imports
+
     seeds, starts, stops, times, steps = numpy.array(rows, dtype=numpy.uint64).T
     which = numpy.repeat(numpy.arange(len(rows)), times.astype(numpy.int64))
     firsts = numpy.repeat(numpy.cumsum(times) - times, times.astype(numpy.int64))
@@ -355,6 +356,8 @@ def _sum_of_ends(rows: Sequence[tuple[int, ...]]) -> int:
 
 def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
     """The finalizer of splitmix64 (Steele, Lea and Flood, Fast splittable pseudorandom number generators, 2014)."""
+    import numpy
+
     values = (values ^ values >> numpy.uint64(30)) * numpy.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ values >> numpy.uint64(27)) * numpy.uint64(0x94D049BB133111EB)
     mixed: NDArray[numpy.uint64] = values ^ values >> numpy.uint64(31)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ds_reshard.errors import DeviceFailed, raise_faults
 from ds_reshard.execution import cuda
-from ds_reshard.execution.buffers import TensorTarget
+from ds_reshard.execution.buffers import TensorTarget, element_type
+from ds_reshard.execution.checksums import combine, partial_sums
 from ds_reshard.execution.cuda import CudaDevice, CudaExecutor, Slot
 from ds_reshard.execution.scatter import ROW_NBYTES, chunks, deal, scattering
 from ds_reshard.execution.threads import ThreadExecutor
@@ -93,9 +94,34 @@ def loaded(plan, target, *, memory_nbytes=16 << 10, threads=2, device=None, saw=
     return CudaExecutor(host, device or LateDevice(), **given).execute(plan, {"a": target})
 
 
+@pytest.mark.parametrize("there", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, CUDA])])
+@pytest.mark.parametrize("to", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "planes"), [((600, 64), 1), ((40, 12_000), 1), ((300, 64), 2)], ids=["windows", "far apart", "planes"]
+)
+def test_rows_of_large_copies_are_dealt_out_by_one_operation(tmp_path, monkeypatch, shape, planes, to, there):
+    """What two ranks read of a matrix that they share by columns adds up; no object is made for a row."""
+    saved, record = saved_floats(tmp_path, planes * shape[0] * shape[1])
+    width, sums, dealt = shape[1] // 2, [], []
+    monkeypatch.setattr(cuda, "chunks", None)
+    monkeypatch.setattr(cuda, "deal", lambda chunk, how, *more: dealt.append(how) or deal(chunk, how, *more))
+    rows = (*[Rows(planes, shape[0] * shape[1], shape[0] * width)] * (planes > 1), Rows(shape[0], shape[1], width))
+    for rank in range(2):
+        target = TensorTarget(torch.zeros(planes * shape[0] * width, dtype=to, device=there))
+        one = copy(record, rank * width, width, 0, to=element_type(to))._replace(rows=rows)
+        device = CudaDevice(0) if there == "cuda" else LateDevice()
+        outcome = loaded(Plan(copies=(one,)), target, memory_nbytes=256 << 10, device=device)
+        wanted = saved.view(planes * shape[0], shape[1])[:, rank * width : (rank + 1) * width].to(to)
+        assert torch.equal(target.tensor.cpu().view(wanted.shape), wanted)
+        assert (outcome.faults, outcome.bytes_read) == ([], one.nbytes)
+        sums.append(partial_sums(outcome))
+    assert combine(sums) == ([], set()) and combine(sums[:1])[1] == {record}
+    assert all([len(scatter.blocks) for scatter in how.scatters] == [1] and not how.table[0] for how in dealt)
+
+
 @pytest.mark.parametrize("there", ["device", "host", "both"])
 def test_families_of_rows_are_taken_apart_a_portion_at_a_time(tmp_path, monkeypatch, there):
-    """A million rows as objects, all at once, would take more memory than the executor may use."""
+    """Small copies are dealt out together, row by row; all rows at once, as objects, would take too much memory."""
     saved, record = saved_floats(tmp_path, 400)
     rows = (Rows(50, 8, 4),)
     copies = [copy(record, half * 4, 4, 0, buffer=buffer)._replace(rows=rows) for half, buffer in enumerate("ab")]
@@ -105,7 +131,7 @@ def test_families_of_rows_are_taken_apart_a_portion_at_a_time(tmp_path, monkeypa
     device.holds = lambda tensor: any(tensor is targets[name].tensor for name in of_device)
     monkeypatch.setattr("ds_reshard.planning.copies._PORTION", 7)
     monkeypatch.setattr(cuda, "chunks", lambda runs, *more: taken.append(len(runs)) or chunks(runs, *more))
-    host = ThreadExecutor(threads=2, memory_nbytes=16 << 10, checksum=True)
+    host = ThreadExecutor(threads=2, memory_nbytes=1 << 20, checksum=True)
     execute = host.execute
     monkeypatch.setattr(host, "execute", lambda plan, to: given.append(len(plan.copies)) or execute(plan, to))
     outcome = CudaExecutor(host, device).execute(Plan(copies=tuple(copies)), targets)
