@@ -28,7 +28,7 @@ from ds_reshard.execution.checksums import combine, partial_sums
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Rows
-from ds_reshard.operations.ranks import Sums, whole
+from ds_reshard.operations.ranks import Sums, are_complete
 from ds_reshard.planning.copies import Copy
 from ds_reshard.planning.plan import Check, Plan, cut_checks
 from ds_reshard.testing import ExecutorSuite
@@ -191,7 +191,7 @@ def test_rows_at_equal_distances_are_read_in_windows_or_by_themselves(tmp_path, 
     assert combine(sums) == ([], set())
     assert combine(sums[1:])[1] == combine(sums[::2])[1] == {record}
     assert len(counted) <= calls * shared
-    assert whole([Sums.of(one, 0) for one in sums]) and not whole([Sums.of(one, 0) for one in sums[1:]])
+    assert are_complete([Sums.of(one, 0) for one in sums]) and not are_complete([Sums.of(one, 0) for one in sums[1:]])
 
 
 @pytest.mark.parametrize("shape", [(600, 24), (600, 42_000)], ids=["windows", "far apart"])
