@@ -301,15 +301,14 @@ class _Load:
         """The chunks of all copies: rows of large copies as they are, all others one by one, a portion at a time."""
         executor = self._executor
         shown = executor.saw_there is not None or executor.host.saw is not None
-        for part in copies.by_rows():
-            table, row = part.table, part.table[NUMEL] * part.itemsizes
-            large = (table[ROWS] > 1) & (row <= slot_nbytes) & (row * table[ROWS] * _FEWEST >= slot_nbytes)
-            by_rows = part.take(large & (not shown))
-            if len(by_rows):
-                yield list(chunks_of_rows(by_rows.planes_apart(), slot_nbytes, executor.named))
-            for runs in part.take(~large | shown).runs():
-                if len(runs):
-                    yield list(chunks(runs, slot_nbytes, executor.named))
+        table, row = copies.table, copies.table[NUMEL] * copies.itemsizes
+        large = (table[ROWS] > 1) & (row <= slot_nbytes) & (row * table[ROWS] * _FEWEST >= slot_nbytes)
+        by_rows = large & (not shown)
+        if by_rows.any():
+            yield list(chunks_of_rows(copies.take(by_rows).planes_apart(), slot_nbytes, executor.named))
+        for runs in copies.take(~by_rows).runs():
+            if len(runs):
+                yield list(chunks(runs, slot_nbytes, executor.named))
 
     def _finish(self, slots: list[Slot], last: Chunk) -> None:
         """Wait for all that the device was given, also for a chunk that it was given in part, as memory ran out."""

@@ -150,38 +150,33 @@ class ThreadExecutor:
         self, plan: Plan, targets: Mapping[str, Target], *, remote: bool
     ) -> Iterator[Sequence[_Batch | _Rows]]:
         """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
-        for part in Copies.of(plan.copies).by_rows():
-            if remote or self.saw is not None or not self._goes_by_rows(part, targets):
-                yield from self._runs(part, remote=remote)
-            else:
-                yield list(self._rows(part))
+        copies = Copies.of(plan.copies)
+        by_rows = self._by_rows(copies, targets) & (not remote and self.saw is None)
+        if by_rows.any():
+            yield list(self._rows(copies.take(by_rows)))
+            copies = copies.take(~by_rows)
+        yield from self._runs(copies, remote=remote)
         if self.checksum and plan.checks:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
-    def _goes_by_rows(self, copies: Copies, targets: Mapping[str, Target]) -> bool:
-        """True if the copies have rows that fit a chunk, and go to memory of the host as they are."""
-        table = copies.table
-        rows = int((table[ROWS] * table[PLANES]).max()) > 1
-        small = int((table[NUMEL] * copies.itemsizes).max()) <= self.chunk_nbytes
-        used = {*zip(table[BUFFER].tolist(), table[TYPES].tolist(), strict=True)} if rows and small else set()
-        return bool(used) and all(
-            targets[copies.buffers[buffer]].view(0, 0, copies.types[types][0]) is not None for buffer, types in used
-        )
+    def _by_rows(self, copies: Copies, targets: Mapping[str, Target]) -> NDArray[numpy.bool_]:
+        """For each copy, True if it has rows that fit a chunk, and they go to memory of the host as they are."""
+        table, several = copies.table, len(copies.types)
+        rows: NDArray[numpy.bool_] = table[ROWS] * table[PLANES] > 1
+        rows &= table[NUMEL] * copies.itemsizes <= self.chunk_nbytes
+        pairs, which = numpy.unique(table[BUFFER] * several + table[TYPES], return_inverse=True)
+        in_place = [
+            targets[copies.buffers[pair // several]].view(0, 0, copies.types[pair % several][0]) is not None
+            for pair in (pairs.tolist() if rows.any() else ())
+        ]
+        if in_place:
+            rows &= numpy.array(in_place, dtype=bool)[which]
+        return rows
 
     def _rows(self, copies: Copies) -> Iterator[_Rows]:
         """The rows of each copy, as many at once as a chunk holds, with the bytes between them if these are few."""
-        for (
-            record,
-            byte_offset,
-            numel,
-            types,
-            buffer,
-            at,
-            times,
-            step,
-            element_step,
-            *_,
-        ) in copies.planes_apart().table.T.tolist():
+        for columns in copies.planes_apart().table.T.tolist():
+            record, byte_offset, numel, types, buffer, at, times, step, element_step, *_ = columns
             dtype = copies.types[types][0]
             row_nbytes = numel * dtype.itemsize
             near = step - row_nbytes <= BETWEEN_NBYTES

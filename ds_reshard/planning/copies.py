@@ -7,7 +7,6 @@ row). As objects they would take more time and memory than the bytes; objects ar
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from math import prod
 from typing import NamedTuple, TypeVar, overload
 
@@ -309,14 +308,6 @@ class Copies(Sequence[Copy]):
         joined = table[:, first]
         joined[NUMEL] = numel
         return Copies(joined, self.records, self.buffers, self.types)
-
-    def by_rows(self) -> Iterator[Copies]:
-        """Yield the copies in order, in parts: all copies of a part have rows, or none has."""
-        several = self.table[ROWS] * self.table[PLANES] > 1
-        edges = [0, *(numpy.flatnonzero(several[1:] != several[:-1]) + 1).tolist(), len(self)]
-        for first, stop in pairwise(edges):
-            if first < stop:
-                yield self[first:stop]
 
     def runs(self) -> Iterator[Copies]:
         """Yield the same copies without rows, in portions, so that rows are expanded only as needed."""

@@ -242,6 +242,24 @@ def test_rows_of_planes_and_gaps_in_the_buffer_stay(tmp_path):
     assert outcome.faults == []
 
 
+def test_threads_wait_for_each_other_once_between_rows_and_other_copies(tmp_path, monkeypatch):
+    """Tensors that are cut by columns and by rows alternate in a model; a wait for each would leave threads idle."""
+    values = torch.arange(20 * 64, dtype=torch.float32)
+    record = write_record(str(tmp_path), "file", values.numpy().tobytes())
+    copies, rounds, opened = [], [], threads.OpenFiles
+    for number in range(10):
+        at = record.byte_offset + number * 2 * 64 * 4
+        rows = Copy(record, at, 4, FP32, "rows", number * 32, FP32, (Rows(8, 8, 4),))
+        copies += [rows, Copy(record, at + 64 * 4, 64, FP32, "plain", number * 64, FP32)]
+    monkeypatch.setattr(threads, "OpenFiles", lambda paths: rounds.append(1) or opened(paths))
+    targets = {name: TensorTarget(torch.zeros(numel)) for name, numel in (("rows", 320), ("plain", 640))}
+    ThreadExecutor(threads=2, memory_nbytes=8192, checksum=True).execute(Plan(copies=tuple(copies)), targets)
+    halves = values.view(10, 2, 64)
+    assert torch.equal(targets["rows"].tensor, halves[:, 0].view(10, 8, 8)[:, :, :4].flatten())
+    assert torch.equal(targets["plain"].tensor, halves[:, 1].flatten())
+    assert len(rounds) == 2
+
+
 def test_elements_of_different_sizes_share_scratch_memory(tmp_path):
     """A byte before four-byte elements: a cast reads elements that are not aligned in the scratch buffer."""
     values = torch.tensor([1.5, -2.25, 1e30])
