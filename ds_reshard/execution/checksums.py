@@ -148,7 +148,7 @@ def combine(by_rank: Iterable[Iterable[PartialSum]]) -> tuple[list[Fault], set[R
 
 def _other_files(record: Record, recorded: int | None) -> Fault:
     """Ranks read files of one name that hold other bytes, each as it was written."""
-    what = f"ranks see other files of this name: bytes [{record.byte_offset}, {record.byte_offset + record.nbytes})"
+    what = f"ranks see different files of this name: bytes [{record.byte_offset}, {record.byte_offset + record.nbytes})"
     checksums = (f"{crc:08x}" if crc is not None else "none" for crc in (recorded, record.crc32))
     expected, found = (f"a recorded crc32 of {crc}" for crc in checksums)
     return CheckpointDamaged.fault(record.path, what, expected, found, mend=SEEN_BY_ALL)

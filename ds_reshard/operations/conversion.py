@@ -226,7 +226,7 @@ class _Work:
     def dealt(self, begun: Sequence[_Begun]) -> list[Unit]:
         """The units that are written here, of those that are left: each rank has about as many bytes."""
         if others := [str(number) for number, one in enumerate(begun) if one.made_of != begun[0].made_of]:
-            what = "is not the same for every rank: it changes, or the ranks see other files"
+            what = "is not the same for every rank: it changes, or the ranks see different files"
             mend = "let the save end, and put it where every rank reads it under this path"
             found = f"other sizes or times on rank {', '.join(others)}"
             fault = CheckpointDamaged.fault(self._source.folder, what, "the files of rank 0", found, mend=mend)

@@ -1,4 +1,4 @@
-"""What the ranks tell each other, so that all of them act and fail alike."""
+"""Collectives that let all ranks act and fail alike."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def world_size(group: ProcessGroup | None = None) -> int:
 
 @contextmanager
 def collective_timeout(seconds: int | None) -> Iterator[None]:
-    """Inside, collectives of every process group wait so long for other ranks; None is as they were made.
+    """Set the timeout of every process group's collectives inside the block; None leaves them as they are.
 
-    Raises ConfigError where a group's timeout cannot be set: a backend that torch does not bring, or a torch too old.
+    Raises ConfigError if a group's timeout cannot be set: its backend is not one of torch's, or torch is too old.
     """
     import torch
     import torch.distributed as dist
@@ -62,33 +62,38 @@ def collective_timeout(seconds: int | None) -> Iterator[None]:
         yield
         return
     groups = list(dist.distributed_c10d._world.pg_map)
-    backends = {id(one): one for group in groups for one in map(group._get_backend, group._device_types)}.values()
-    if not all(hasattr(one, "_set_default_timeout") and hasattr(one, "options") for one in backends):
+    backends = {
+        id(backend): backend for group in groups for backend in map(group._get_backend, group._device_types)
+    }.values()
+    if not all(hasattr(backend, "_set_default_timeout") and hasattr(backend, "options") for backend in backends):
         where, what = "timeout_s", "the timeout of a process group cannot be set here"
-        found = f"torch {torch.__version__}, {', '.join(sorted({type(one).__name__ for one in backends}))}"
+        found = f"torch {torch.__version__}, {', '.join(sorted({type(backend).__name__ for backend in backends}))}"
         mend = "leave it out, and give torch.distributed.init_process_group a timeout"
         raise error_of([ConfigError.fault(where, what, "groups of gloo or NCCL", found, mend=mend)], subject=where)
-    before = [(one, one.options._timeout) for one in backends]
+    before = [(backend, backend.options._timeout) for backend in backends]
     try:
-        for one, _ in before:
-            one._set_default_timeout(timedelta(seconds=seconds))
+        for backend, _ in before:
+            backend._set_default_timeout(timedelta(seconds=seconds))
         yield
     finally:
-        for one, timeout in before:
-            one._set_default_timeout(timeout)
+        for backend, timeout in before:
+            backend._set_default_timeout(timeout)
 
 
 @contextmanager
 def collective() -> Iterator[None]:
-    """Around a collective: what the backend says where a rank has ended or does not answer, as RankLost.
+    """Wrap a collective: raise RankLost if another rank has ended or does not answer.
 
-    Gloo raises RuntimeError, at once where a connection was closed and else after the group's timeout; NCCL ends the
-    process after it. What is told cannot be unpickled where its class is in another version alone: a ConfigError.
+    Gloo raises RuntimeError, at once if a connection was closed, else after the group's timeout; NCCL ends the process
+    after the timeout. If a value cannot be unpickled, another rank runs another version: that raises ConfigError.
     """
     try:
         yield
     except (AttributeError, ImportError) as error:
-        what, found = "does not know what another rank tells, as another version of ds_reshard would", str(error)[:200]
+        what, found = (
+            "cannot read another rank's message: that rank runs another version of ds_reshard",
+            str(error)[:200],
+        )
         raise ConfigError.of(f"rank {rank()}", what, found=found, mend=_ONE_VERSION) from error
     except RuntimeError as error:
         what = "a rank has ended, or has not answered within timeout_s, or the timeout of init_process_group"
@@ -97,7 +102,7 @@ def collective() -> Iterator[None]:
 
 
 def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
-    """Every rank's value, in rank order, on every rank; ConfigError where ranks run other versions. Collective."""
+    """Return every rank's value, in rank order. Raises ConfigError if ranks run several versions. Collective."""
     import torch.distributed as dist
 
     size = world_size(group)
@@ -109,38 +114,38 @@ def gather(value: T, group: ProcessGroup | None = None) -> list[T]:
     versions = [version for version, _ in values]
     if len(set(versions)) > 1:
         raise _other_versions(versions)
-    return [of_rank for _, of_rank in values]
+    return [rank_value for _, rank_value in values]
 
 
 def broadcast(value: T, group: ProcessGroup | None = None) -> T:
-    """The value of the first rank of the group, on every rank. Collective.
+    """Return the value of the first rank of the group, on every rank. Collective.
 
-    A rank of another version than the first goes on to what ranks gather next, where all see it.
+    A rank whose version differs from the first one's enters the next `gather`, where all ranks see the difference.
     """
     import torch.distributed as dist
 
     if world_size(group) == 1:
         return value
-    box: list[object] = [(VERSION, value)]
+    values: list[object] = [(VERSION, value)]
     with collective():
-        dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
-    version, said = cast(tuple[str, T], box[0])
+        dist.broadcast_object_list(values, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+    version, result = cast(tuple[str, T], values[0])
     if version != VERSION:
         gather(None, group)
-    return said
+    return result
 
 
 def _other_versions(versions: Sequence[str]) -> ConfigError:
-    """Ranks of several versions, one of each by name: they would not do the same."""
+    """Return the error of ranks that run several versions; it names one rank of each."""
     first = {version: number for number, version in reversed([*enumerate(versions)])}
     found = ", ".join(
-        f"{version} on rank {number}" for version, number in sorted(first.items(), key=lambda one: one[1])
+        f"{version} on rank {number}" for version, number in sorted(first.items(), key=lambda item: item[1])
     )
     return ConfigError.of("ds_reshard", "ranks run different versions of it", "one version", found, mend=_ONE_VERSION)
 
 
 def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | None]:
-    """Run one rank's share of the work; what it raises comes back as faults, never past a collective."""
+    """Run `work`; return its value, or its exception as faults, so that the rank still reaches the next collective."""
     try:
         return work(), [], None
     except Exception as error:
@@ -150,36 +155,36 @@ def attempt(work: Callable[[], T]) -> tuple[T | None, list[Fault], Exception | N
 def agree(
     faults: Iterable[Fault], group: ProcessGroup | None = None, *, subject: str, cause: Exception | None = None
 ) -> None:
-    """Raise the same error on every rank when any rank has a fault. Collective."""
+    """Raise the same error on every rank if any rank has a fault. Collective."""
     raise_caused(gather_faults(faults, group), subject=subject, cause=cause)
 
 
 def run_on_all(work: Callable[[], T], group: ProcessGroup | None = None, *, subject: str) -> T:
-    """What `work` gives on this rank, once it has succeeded on all; else its faults on every rank. Collective."""
+    """Return `work()` once it has succeeded on all ranks; else raise the faults of all on every rank. Collective."""
     value, faults, cause = attempt(work)
     agree(faults, group, subject=subject, cause=cause)
     return value  # type: ignore[return-value]
 
 
 def gather_faults(faults: Iterable[Fault], group: ProcessGroup | None = None) -> list[Fault]:
-    """What any rank has found, on every rank. Collective."""
-    return [fault for of_rank in gather(list(faults), group) for fault in of_rank]
+    """Return the faults of all ranks, on every rank. Collective."""
+    return [fault for rank_faults in gather(list(faults), group) for fault in rank_faults]
 
 
 def file_faults(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
-    """A fault for each file of which ranks, in their order, have another digest than the first that read it."""
+    """Return a fault for each file whose digests differ between ranks; `read` has each rank's digests by path."""
     first: dict[str, bytes] = {}
     faults = []
-    for number, of_rank in enumerate(read):
-        for path, said in of_rank.items():
-            if first.setdefault(path, said) != said:
-                what, found = "ranks see other files of this name", f"another on rank {number}"
+    for number, rank_digests in enumerate(read):
+        for path, file_digest in rank_digests.items():
+            if first.setdefault(path, file_digest) != file_digest:
+                what, found = "ranks see different files of this name", f"another on rank {number}"
                 faults.append(CheckpointDamaged.fault(path, what, "one", found, mend=SEEN_BY_ALL))
     return faults
 
 
 def unseen_faults(where: str, seen: Sequence[bool]) -> list[Fault]:
-    """A fault where some ranks, in their order, see a checkpoint, and others do not."""
+    """Return a fault if some ranks see a checkpoint and others do not; `seen` has one entry per rank."""
     if all(seen) or not any(seen):
         return []
     ranks = ", ".join(str(number) for number, there in enumerate(seen) if not there)
@@ -188,21 +193,21 @@ def unseen_faults(where: str, seen: Sequence[bool]) -> list[Fault]:
 
 
 def agree_files(read: Mapping[str, bytes], group: ProcessGroup | None = None, *, subject: str) -> None:
-    """Raise on every rank where ranks have `read` other files of one name; a digest of each by its name. Collective."""
+    """Raise on every rank if ranks have read different files of one name; `read` has digests by path. Collective."""
     if len(set(gather(digest(sorted(read.items())), group))) > 1:
         raise_faults(file_faults(gather(read, group)), subject=subject)
 
 
 @contextmanager
 def same_files(group: ProcessGroup | None = None, *, subject: str) -> Iterator[None]:
-    """`agree_files` of what was opened inside, where that raises nothing. Collective."""
+    """Compare the files that ranks open inside the block, as `agree_files` does, if it raises nothing. Collective."""
     with digests() as read:
         yield
     agree_files(read, group, subject=subject)
 
 
 def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | None) -> None:
-    """Raise what all ranks know already, from this rank's own exception where it has one."""
+    """Raise faults that all ranks know already, with this rank's own exception as the cause, if there is one."""
     try:
         raise_faults(faults, subject=subject)
     except ReshardError as error:
@@ -210,7 +215,7 @@ def raise_caused(faults: Iterable[Fault], *, subject: str, cause: Exception | No
 
 
 class RankReport(NamedTuple):
-    """What one rank says after its steps: how far it came, what it found there, and a value for the others."""
+    """One rank's report after its steps: the number and subject of its last step, its faults, and a value."""
 
     step: int
     subject: str
@@ -221,8 +226,8 @@ class RankReport(NamedTuple):
 class Steps:
     """One rank's steps between two collectives, so that one collective serves for all of them.
 
-    After a failure the rest of the steps are passed over. Every rank takes the same steps, and all of them then raise
-    what the earliest step that failed anywhere has found.
+    After a failed step the others are skipped. Every rank takes the same steps; all ranks then raise the faults of the
+    earliest step that failed on any rank.
     """
 
     def __init__(self) -> None:
@@ -232,7 +237,7 @@ class Steps:
         self._cause: Exception | None = None
 
     def take(self, work: Callable[[], T], *, subject: str, always: bool = False) -> T | None:
-        """What `work` gives; None where it fails, or where a step before it has failed.
+        """Return `work()`; None if it fails, or if an earlier step has failed.
 
         `always` is for work that other ranks wait for: it is done after a failure too.
         """
@@ -247,19 +252,19 @@ class Steps:
         return bool(self._faults)
 
     def gather(self, value: object = None) -> list[RankReport]:
-        """What each rank says, on every rank. Collective."""
+        """Return the reports of all ranks, on every rank; `value` is this rank's. Collective."""
         return gather(RankReport(self._step, self._subject, tuple(self._faults), value))
 
-    def raise_first(self, told: Iterable[RankReport]) -> None:
-        """Raise what the earliest failed step of any rank found; the same error on every rank."""
-        failed = [one for one in told if one.faults]
+    def raise_first(self, reports: Iterable[RankReport]) -> None:
+        """Raise the faults of the earliest step that failed on any rank; the error is the same on every rank."""
+        failed = [report for report in reports if report.faults]
         if failed:
-            first = min(failed, key=lambda one: one.step)
-            faults = [fault for one in failed if one.step == first.step for fault in one.faults]
+            first = min(failed, key=lambda report: report.step)
+            faults = [fault for report in failed if report.step == first.step for fault in report.faults]
             raise_caused(faults, subject=first.subject, cause=self._cause if self._step == first.step else None)
 
     def agree(self) -> None:
-        """Raise the same error on every rank when a step of any rank has failed. Collective."""
+        """Raise the same error on every rank if a step of any rank has failed. Collective."""
         self.raise_first(self.gather())
 
 
@@ -271,23 +276,23 @@ def read_together(
     shared: Callable[[], bool] = lambda: False,
     subject: str,
 ) -> tuple[T, Outcome]:
-    """What `read` gives, once every record that any rank has read has its checksum. Collective.
+    """Return `read()` once the checksums of all records that ranks have read are right. Collective.
 
-    Ranks that read one and the same copy have the same `replica`: the parts of a record that they read are combined,
-    by one number a rank where all is well. A record whose parts do not tile it is read again by all that read of it.
-    `shared` says whether several ranks may have read the same bytes: one number then tells nothing. Every rank raises
-    what any has found.
+    Ranks that read the same copy have the same `replica`; the checksums of their parts of a record are combined, by one
+    number per rank if all is well. If the parts do not tile a record, all ranks that read of it read it again as a
+    whole. `shared` tells if several ranks may have read the same bytes, so that one number proves nothing. Every rank
+    raises the faults of all.
     """
     with phase("read") as nbytes:
         value, faults, cause = attempt(read)
         outcome = value[1] if value is not None else Outcome()
         nbytes.append(outcome.bytes_read)
-    settled, found, failed = attempt(lambda: settle(partial_sums(outcome)))
+    settled, checksum_faults, failed = attempt(lambda: settle(partial_sums(outcome)))
     pending, mismatched = settled or ([], [])
     sums = None if pending and shared() else Sums.of(pending, replica)
-    told = gather((faults + found + outcome.faults + mismatched, sums), group)
-    raise_caused([fault for of_rank, _ in told for fault in of_rank], subject=subject, cause=cause or failed)
-    if not are_complete([of_rank for _, of_rank in told]):
+    reports = gather((faults + checksum_faults + outcome.faults + mismatched, sums), group)
+    raise_caused([fault for from_rank, _ in reports for fault in from_rank], subject=subject, cause=cause or failed)
+    if not are_complete([from_rank for _, from_rank in reports]):
         everyone = gather((pending, replica), group)
         combined, again = combine([parts if other == replica else [] for parts, other in everyone])
         combined += read_again(pending, again)
@@ -297,12 +302,12 @@ def read_together(
 
 
 class Sums(NamedTuple):
-    """All partial sums of one rank in two numbers, which are zero over all ranks where every record is as it was saved.
+    """All partial checksums of one rank in two numbers; over all ranks both cancel to zero if every record is intact.
 
-    `crc` is the exclusive or, over the records, of what the rank read, multiplied by a number that is drawn from the
-    record: crc32 is linear, so the parts of a record give its own checksum, which the rank adds that read its first
-    byte. `spans` is a sum of numbers that are drawn from the ends of the spans: they cancel where spans follow each
-    other and cover the record.
+    `crc` is the exclusive or of the rank's partial checksums, each multiplied by a number derived from its record.
+    crc32 is linear, so the parts of a record combine to its checksum; the rank that read the first byte adds the
+    recorded checksum, and the two cancel. `spans` is a sum of numbers derived from the ends of the spans, which cancel
+    if spans follow each other and cover the record.
     """
 
     crc: int
@@ -326,10 +331,10 @@ class Sums(NamedTuple):
 
 
 def are_complete(sums: Sequence[Sums | None]) -> bool:
-    """Whether what all ranks read are whole records with their checksums; None is of a rank that cannot tell."""
-    said = [one for one in sums if one is not None]
-    crc = reduce(xor, (one.crc for one in said), 0)
-    return len(said) == len(sums) and crc == 0 and sum(one.spans for one in said) % 2**64 == 0
+    """True if all ranks together read intact, complete records; None stands for a rank that cannot tell."""
+    known = [sums_of_rank for sums_of_rank in sums if sums_of_rank is not None]
+    crc = reduce(xor, (sums_of_rank.crc for sums_of_rank in known), 0)
+    return len(known) == len(sums) and crc == 0 and sum(sums_of_rank.spans for sums_of_rank in known) % 2**64 == 0
 
 
 def _seed_and_factor(record: str) -> tuple[int, int]:
@@ -365,7 +370,7 @@ def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:
 
 
 def _multiply(value: int, factor: int) -> int:
-    """The product of two polynomials over the field of two elements; it is linear in `value`, and one to one."""
+    """Return the product of two polynomials over the field of two elements; it is linear and injective in `value`."""
     product = 0
     while value:
         lowest = value & -value

@@ -324,7 +324,7 @@ def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_pa
     shutil.copytree(one, tmp_path / "copy")
     assert worlds[2].run("dcp_jobs.opened", folders=[one, str(tmp_path / "copy")]) == ["", ""]
     first, second = worlds[2].run("dcp_jobs.opened", folders=[one, other])
-    assert first == second and first.startswith("CheckpointDamaged") and "ranks see other files" in first
+    assert first == second and first.startswith("CheckpointDamaged") and "ranks see different files" in first
 
 
 def test_copies_of_two_saves_are_none_for_torch_either(worlds: Any, tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def test_copies_of_two_saves_are_none_for_torch_either(worlds: Any, tmp_path: Pa
     dcp.save({"model": {"weight": torch.ones(3)}}, checkpoint_id=nodes[1] / "ckpt")
     first, second = worlds[2].run("dcp_jobs.loaded_by_torch", nodes=places)
     assert first == second and first[1] == [0.0] * 3
-    assert first[0].startswith("CheckpointDamaged") and "ckpt/.metadata: ranks see other files" in first[0]
+    assert first[0].startswith("CheckpointDamaged") and "ckpt/.metadata: ranks see different files" in first[0]
 
 
 @pytest.mark.parametrize("limit", [{"threads": 0}, {"threads": -3}, {"memory_nbytes": 0}], ids=str)

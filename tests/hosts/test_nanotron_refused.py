@@ -159,7 +159,7 @@ def test_ranks_that_see_other_files(saved: Run, other: str, who: int, tmp_path: 
     one, two = worlds[2].run("nanotron_jobs.load", run=live, folders=["ckpt"], nodes=list(map(str, nodes)))
     assert one == two
     assert (one[0][0], one[0][-1]) == ("CheckpointDamaged", "changed: False")
-    assert "ranks see other files of this name" in one[0][1]
+    assert "ranks see different files of this name" in one[0][1]
 
 
 WHOLE = tuple(replace(one, split=None, chunks=None) for one in MODEL)
@@ -181,7 +181,7 @@ def test_ranks_that_see_other_weights(live: Run, tmp_path: Path, worlds: Any) ->
     told = worlds[ranks].run("nanotron_jobs.other", **job)
     assert {(one["error"], one["text"]) for one in told} == {(told[0]["error"], told[0]["text"])}
     assert told[0]["error"] == "CheckpointDamaged" and "the model has now" in told[0]["text"]
-    assert "ranks see other files of this name" in told[0]["text"] and told[0]["text"].count("on ranks") == 1
+    assert "ranks see different files of this name" in told[0]["text"] and told[0]["text"].count("on ranks") == 1
 
 
 def _another_step(place: Path) -> None:

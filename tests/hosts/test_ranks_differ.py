@@ -121,7 +121,7 @@ def test_a_shard_of_which_two_ranks_read_parts(worlds: Any, saves: Saves, tmp_pa
     folder, _ = saves(Run(stage, 2), MODEL)
     made = nodes(folder, tmp_path, 3, who, saved_again("*zero_pp_rank_1_*optim_states.pt", _masters))
     told = worlds[3].run("differing_jobs.load", run=Run(stage, 3), model=MODEL, nodes=made)
-    assert refused(told) and "zero_pp_rank_1_mp_rank_00_optim_states.pt: ranks see other files" in told[0]["text"]
+    assert refused(told) and "zero_pp_rank_1_mp_rank_00_optim_states.pt: ranks see different files" in told[0]["text"]
 
 
 def refused(told: list[dict[str, Any]]) -> bool:
@@ -265,7 +265,7 @@ def test_states_that_each_rank_reads_whole(worlds: Any, universals: Any, tmp_pat
 
     made = nodes(folder, tmp_path, 2, who, edit)
     told = worlds[2].run("differing_jobs.load", run=Run(0, 2), model=MODEL, nodes=made)
-    assert refused(told) and "exp_avg.pt: ranks see other files" in told[0]["text"]
+    assert refused(told) and "exp_avg.pt: ranks see different files" in told[0]["text"]
 
 
 ASKED = [

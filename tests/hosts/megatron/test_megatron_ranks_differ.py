@@ -56,7 +56,7 @@ def test_another_save(nodes: Any, saved: Saved, releases: Any, tmp_path: Path, l
     asked |= {"dist_ckpt_optim_fully_reshardable": form == "model_space", "save": str(places[who] / "ckpt")}
     shutil.rmtree(places[who] / "ckpt")
     releases[RELEASE].run("format_jobs:save", ranks=world.ranks, arguments=world.arguments, saves=[asked])
-    _refused(_load(releases, places, load), ".metadata: ranks see other files of this name")
+    _refused(_load(releases, places, load), ".metadata: ranks see different files of this name")
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_a_file_that_was_saved_again(nodes: Any, releases: Any, load: str, file:
     places = nodes("torch", LOADS[load][1])
     path = next((places[1] / "ckpt").glob(f"*/{file}"))
     releases[RELEASE].run("load_jobs:change", path=str(path), name=name)
-    _refused(_load(releases, places, load), f"{file}: ranks see other files of this name")
+    _refused(_load(releases, places, load), f"{file}: ranks see different files of this name")
 
 
 @pytest.mark.parametrize("who", (0, 1))
@@ -128,7 +128,7 @@ def test_folders_of_other_names(nodes: Any, releases: Any, form: str) -> None:
         (step / ".metadata").write_bytes(_saved_again(step))
     told = _load(releases, places, "by Megatron-LM", own=own)
     assert {one["refused"] for one in told} == {"CheckpointDamaged"} and all(one["changed"] == [] for one in told)
-    assert all("ranks see other files of this name" in one["message"] for one in told)
+    assert all("ranks see different files of this name" in one["message"] for one in told)
 
 
 @pytest.mark.parametrize("form", ("model_space", "torch"))
