@@ -334,12 +334,8 @@ class SavedCheckpoint(Checkpoint):
                 continue
             source = tensors[key] = TensorSource(shape=placement.shape, dtype=placement.dtype, origin=key)
             trained = len(layout.kinds(key.name)) > 1 or key.name in scalars
-            if (
-                key.kind == WEIGHT
-                and trained
-                and placement.dtype is ElementType.FLOAT32
-                and key.name not in self.extra_tensors
-            ):
+            own_master = key.kind == WEIGHT and trained and placement.dtype is ElementType.FLOAT32
+            if own_master and key.name not in self.extra_tensors:
                 tensors[TensorKey(name=key.name, kind=MASTER)] = source
         weights = {
             key.name: source
@@ -408,8 +404,8 @@ class SavedCheckpoint(Checkpoint):
         for key in trained:
             owners.setdefault(self._bytes(key), key.name)
         for key in untrained:
-            if (place := self._bytes(key)) in owners:
-                yield key.name, owners[place]
+            if (location := self._bytes(key)) in owners:
+                yield key.name, owners[location]
 
     def _bytes(self, key: TensorKey) -> object:
         """Return a value that is equal for two tensors if they lie in the same bytes; unique for an empty tensor."""

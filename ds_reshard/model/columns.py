@@ -43,7 +43,7 @@ class Cuts:
 
     def __init__(self, members: Sequence[Placement]) -> None:
         *cuts, wide, step = zip(*(member.cut for member in members), strict=True) if members else ((),) * 6
-        columns = (
+        columns = (  # box, replicated, and the fields of Cut in their order
             [member.box.numel for member in members],
             [member.replicated for member in members],
             *cuts,

@@ -113,7 +113,7 @@ def regrouping_fault(entry: str, where: str) -> Fault:
     """Return the fault of a scheduler entry that may have one value per param group, as the groups were reordered."""
     return UnsupportedLayout.fault(
         where,
-        f"gives the param groups another order, and whether the scheduler's {entry} follows it is not known",
+        f"changes the order of the param groups; it is not known if the scheduler's {entry} has one value per group",
         mend="keep the param groups in the order in which they were saved",
     )
 
@@ -128,8 +128,8 @@ def with_groups(content: Content, groups: Sequence[GroupFacts], order: Sequence[
     if schedule is not None:
         schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in order))
     for path in (path for path in objects if path[0] == SCHEDULER):
-        made, unknown = reorder_groups({str(path[-1]): objects[path]}, order, saved)
-        objects[path] = made[str(path[-1])]
+        reordered, unknown = reorder_groups({str(path[-1]): objects[path]}, order, saved)
+        objects[path] = reordered[str(path[-1])]
         faults += [regrouping_fault(name, where) for name in unknown]
     facts = replace(content.facts, groups=tuple(groups))
     return replace(content, facts=facts, schedule=schedule, objects=objects, faults=(*content.faults, *faults))
@@ -180,8 +180,8 @@ class Content:
     def weights(self) -> dict[str, TensorSource]:
         """The weights of the model, including buffers."""
         return {
-            key.name: held
-            for key, held in self.tensors.items()
+            key.name: source
+            for key, source in self.tensors.items()
             if key.kind == WEIGHT and key.name not in self.extra_tensors
         }
 
@@ -189,9 +189,9 @@ class Content:
     def trained(self) -> dict[str, dict[str, TensorSource]]:
         """The masters and optimizer states of each trained parameter, by name and kind."""
         states: dict[str, dict[str, TensorSource]] = {}
-        for key, held in self.tensors.items():
+        for key, source in self.tensors.items():
             if key.kind != WEIGHT:
-                states.setdefault(key.name, {})[key.kind] = held
+                states.setdefault(key.name, {})[key.kind] = source
         return states
 
     @cached_property

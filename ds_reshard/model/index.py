@@ -86,18 +86,18 @@ class Index:
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """Return the buffers of a shard, opened on first use; empty if the shard is faulty."""
-        at = (family, shard)
-        if at in self._opened:
-            return self._opened[at]
+        shard_key = (family, shard)
+        if shard_key in self._opened:
+            return self._opened[shard_key]
         with self._opening:
-            if at not in self._opened:
+            if shard_key not in self._opened:
                 try:
-                    self._opened[at] = self._source.buffers(family, shard)
+                    self._opened[shard_key] = self._source.buffers(family, shard)
                 except ReshardError as error:
                     self.faults.extend(faults_of(error))
-                    self._opened[at] = {}
-                    self._failed.add(at)
-            return self._opened[at]
+                    self._opened[shard_key] = {}
+                    self._failed.add(shard_key)
+            return self._opened[shard_key]
 
     def extent(self, placement: Placement, shard: int) -> Extent | None:
         """Return the buffer of a placement in a shard; a shard that was opened but lacks it adds a fault."""

@@ -291,6 +291,7 @@ class Layout:
         return self._buffers.get(family, [])
 
     def _check(self, family: str, buffer: str, members: list[Placement]) -> None:
+        """Raise ValueError if members of a buffer that begin in the same shard overlap, or do not fit the shards."""
         filled = [member for member in members if member.numel]
         for before, after in pairwise(sorted(filled, key=_begin)):
             cut, after_cut = before.cut, after.cut

@@ -74,7 +74,7 @@ def out_of_bounds(value: object, *, depth: int, parts: int) -> str | None:
                 return f"nests deeper than {depth} levels"
         else:
             if size > parts:
-                return f"has more than {parts} parts, where those that are shared count as often as they are used"
+                return f"has more than {parts} parts, where shared parts count as often as they are used"
             part = path.pop()[0]
             counted = 1 if isinstance(part, ObjectRecord) else size
             measured[id(part)] = height, counted

@@ -155,9 +155,9 @@ class TensorRecord:
         """Return the offsets of the first `most` elements (row-major order) from the first one, in the storage."""
         offsets = [0] * min(most, self.numel)
         for number in range(len(offsets)):
-            left = number
+            rest = number
             for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
-                left, index = divmod(left, size)
+                rest, index = divmod(rest, size)
                 offsets[number] += index * stride
         return offsets
 

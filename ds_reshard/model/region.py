@@ -195,9 +195,9 @@ def regions_of(shape: Shape, parts: Sequence[Part], start: int, stop: int) -> It
     for box, offset in parts:
         first, last = max(offset, start), min(offset + box.numel, stop)
         if first < last:
-            whole = last - first == box.numel
+            is_whole = last - first == box.numel
             yield (
-                box_region(shape, box) if whole else Region(box=box, start=first - offset, stop=last - offset),
+                box_region(shape, box) if is_whole else Region(box=box, start=first - offset, stop=last - offset),
                 first - start,
             )
 

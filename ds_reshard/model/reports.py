@@ -203,7 +203,7 @@ class Fingerprinted:
     bytes_read: int
 
     def to_json(self) -> dict[str, object]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         return _fields(self)
 
 
@@ -264,7 +264,7 @@ class ConversionPlan:
         return (self.bytes_read + self.bytes_written) / self.bandwidth
 
     def to_json(self) -> dict[str, object]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         units = [
             {**_fields(unit), "bytes_read": unit.bytes_read, "files_opened": len(unit.reads)} for unit in self.units
         ]
@@ -340,7 +340,7 @@ class Difference:
         return not (self.differing or self.values or self.faults)
 
     def to_json(self, *, every_tensor: bool = True) -> dict[str, object]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         shown = replace(self, tensors=self.tensors if every_tensor else self.differing)
         return {**_fields(shown), "equal": self.equal, "tensors_compared": len(self.tensors)}
 
@@ -373,7 +373,7 @@ class Verification:
         return not self.faults and (self.difference is None or self.difference.equal)
 
     def to_json(self) -> dict[str, object]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         difference = self.difference.to_json() if self.difference is not None else None
         return {**_fields(self), "clean": self.clean, "difference": difference}
 
@@ -389,7 +389,7 @@ class PickleScan:
     faults: tuple[Fault, ...]
 
     def to_json(self) -> dict[str, object]:
-        """The same as JSON values."""
+        """Return the report as JSON values."""
         return {**_fields(self), "clean": not self.faults}
 
 

@@ -187,7 +187,7 @@ def unseen_faults(where: str, seen: Sequence[bool]) -> list[Fault]:
     """Return a fault if some ranks see a checkpoint and others do not; `seen` has one entry per rank."""
     if all(seen) or not any(seen):
         return []
-    ranks = ", ".join(str(number) for number, there in enumerate(seen) if not there)
+    ranks = ", ".join(str(number) for number, is_seen in enumerate(seen) if not is_seen)
     what, mend = "is not seen by every rank", "put it where every rank reads it under this path"
     return [CheckpointNotFound.fault(where, what, "the same folder", f"not by rank {ranks}", mend=mend)]
 
@@ -315,12 +315,13 @@ class Sums(NamedTuple):
 
     @classmethod
     def of(cls, sums: Iterable[PartialSum], replica: int) -> Sums:
+        """Return the sums of one rank's partial checksums; ranks that read the same copy have the same `replica`."""
         crc, rows = 0, list[tuple[int, ...]]()
-        for one in sums:
-            record = one.record
+        for part in sums:
+            record = part.record
             seed, factor = _seed_and_factor(repr((os.path.basename(record.path), *record[1:], replica)))
-            total = one.crc32
-            for span in one.spans:
+            total = part.crc32
+            for span in part.spans:
                 rows.append((seed, *span))
                 if span.start == 0:
                     assert record.crc32 is not None
@@ -332,19 +333,19 @@ class Sums(NamedTuple):
 
 def are_complete(sums: Sequence[Sums | None]) -> bool:
     """True if all ranks together read intact, complete records; None stands for a rank that cannot tell."""
-    known = [sums_of_rank for sums_of_rank in sums if sums_of_rank is not None]
-    crc = reduce(xor, (sums_of_rank.crc for sums_of_rank in known), 0)
-    return len(known) == len(sums) and crc == 0 and sum(sums_of_rank.spans for sums_of_rank in known) % 2**64 == 0
+    reported = [sums_of_rank for sums_of_rank in sums if sums_of_rank is not None]
+    crc = reduce(xor, (sums_of_rank.crc for sums_of_rank in reported), 0)
+    return len(reported) == len(sums) and crc == 0 and sum(sums_of_rank.spans for sums_of_rank in reported) % 2**64 == 0
 
 
 def _seed_and_factor(record: str) -> tuple[int, int]:
-    """Two numbers of 64 bits that stand for a record."""
+    """Return two numbers of 64 bits derived from a record."""
     digest = blake2b(record.encode(), digest_size=16).digest()
     return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little")
 
 
 def _sum_of_ends(rows: Sequence[tuple[int, ...]]) -> int:
-    """The sum, modulo 2**64, of the number of each span's stop less that of its start.
+    """Return the sum over all spans, modulo 2**64, of the number of the stop minus that of the start.
 
     Each row is (seed of the record, start, stop, times, step). The number of an offset is the splitmix64 mix of both.
     """

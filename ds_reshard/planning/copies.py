@@ -47,13 +47,13 @@ class Copy(NamedTuple):
         """Bytes read from the file."""
         return self.numel * self.dtype.itemsize * prod(row.times for row in self.rows)
 
-    def part(self, at: int, numel: int) -> Copy:
+    def part(self, first: int, numel: int) -> Copy:
         """Return the copy of elements [at, at + numel) of this one, which has no rows."""
         if numel == self.numel:
             return self
         return self._replace(
-            byte_offset=self.byte_offset + at * self.dtype.itemsize,
-            element_offset=self.element_offset + at,
+            byte_offset=self.byte_offset + first * self.dtype.itemsize,
+            element_offset=self.element_offset + first,
             numel=numel,
         )
 
@@ -109,13 +109,13 @@ class Copies(Sequence[Copy]):
         return int(self.table.shape[1])
 
     @overload
-    def __getitem__(self, at: int) -> Copy: ...
+    def __getitem__(self, index: int) -> Copy: ...
     @overload
-    def __getitem__(self, at: slice) -> Copies: ...
-    def __getitem__(self, at: int | slice) -> Copy | Copies:
-        if isinstance(at, slice):
-            return self.take(at)
-        return next(iter(self.take(slice(at, at + 1 or None))))
+    def __getitem__(self, index: slice) -> Copies: ...
+    def __getitem__(self, index: int | slice) -> Copy | Copies:
+        if isinstance(index, slice):
+            return self.take(index)
+        return next(iter(self.take(slice(index, index + 1 or None))))
 
     def __iter__(self) -> Iterator[Copy]:
         for first in range(0, len(self), _PORTION):
@@ -123,12 +123,13 @@ class Copies(Sequence[Copy]):
                 yield self._copy(row)
 
     def _copy(self, row: Sequence[int]) -> Copy:
+        """Return an entry of the table as an object; its steps are (count, bytes, elements) of rows, then of planes."""
         record, byte_offset, numel, types, buffer, element_offset, *steps = row
         dtype, target_dtype = self.types[types]
         rows: tuple[Rows, ...] = ()
         if steps[0] > 1 or steps[3] > 1:
-            found = (Rows(times, nbytes // dtype.itemsize, there) for times, nbytes, there in (steps[3:], steps[:3]))
-            rows = tuple(row for row in found if row.times > 1)
+            both = (Rows(times, nbytes // dtype.itemsize, numel) for times, nbytes, numel in (steps[3:], steps[:3]))
+            rows = tuple(each for each in both if each.times > 1)
         return Copy(
             self.records[record], byte_offset, numel, dtype, self.buffers[buffer], element_offset, target_dtype, rows
         )
@@ -321,8 +322,8 @@ class Copies(Sequence[Copy]):
         while first < len(self):
             begin = int(ends[first]) - int(each[first])
             stop = max(first + 1, int(numpy.searchsorted(ends, begin + _PORTION, side="right")))
-            for at in range(0, int(ends[stop - 1]) - begin, _PORTION):
-                yield self._runs(first, stop, at, min(at + _PORTION, int(ends[stop - 1]) - begin))
+            for offset in range(0, int(ends[stop - 1]) - begin, _PORTION):
+                yield self._runs(first, stop, offset, min(offset + _PORTION, int(ends[stop - 1]) - begin))
             first = stop
 
     def _runs(self, first: int, stop: int, begin: int, end: int) -> Copies:
@@ -371,7 +372,7 @@ def _ranks(names: Sequence[str], numbers: Column) -> Column:
     """Return for each number of a name the rank of the name in the alphabetical order of all used names."""
     used, inverse = numpy.unique(numbers, return_inverse=True)
     used_names = [names[number] for number in used.tolist()]
-    rank_by_name = {name: place for place, name in enumerate(sorted(set(used_names)))}
+    rank_by_name = {name: order for order, name in enumerate(sorted(set(used_names)))}
     return numpy.array([rank_by_name[name] for name in used_names], dtype=numpy.int64)[inverse]
 
 

@@ -72,8 +72,9 @@ def window_nbytes(memory_nbytes: int) -> int:
 def cut_checks(checks: Iterable[Check], chunk_nbytes: int) -> Iterator[Check]:
     """Yield the same checks in pieces of at most `chunk_nbytes` bytes."""
     for check in checks:
-        for at in range(0, check.nbytes, chunk_nbytes):
-            yield check._replace(byte_offset=check.byte_offset + at, nbytes=min(chunk_nbytes, check.nbytes - at))
+        for offset in range(0, check.nbytes, chunk_nbytes):
+            nbytes = min(chunk_nbytes, check.nbytes - offset)
+            yield check._replace(byte_offset=check.byte_offset + offset, nbytes=nbytes)
 
 
 def copies_of(
@@ -127,14 +128,14 @@ class Planner:
         builder = _PlanBuilder(self._source)
         spans: dict[str, list[tuple[int, int]]] = {buffer: [] for buffer in sizes}
         for match in self.matches:
-            held = match.pieces_of(rank)
+            owned = match.pieces_of(rank)
             if match.cuts is not None:
-                builder.add_same_boxes(held, match)
+                builder.add_same_boxes(owned, match)
             else:
-                builder.add_each(held, match)
-            numbers = match.family.buffer[held.member].tolist()
-            lengths = (held.stop - held.start).tolist()
-            for number, offset, numel in zip(numbers, held.element_offset.tolist(), lengths, strict=True):
+                builder.add_each(owned, match)
+            numbers = match.family.buffer[owned.member].tolist()
+            lengths = (owned.stop - owned.start).tolist()
+            for number, offset, numel in zip(numbers, owned.element_offset.tolist(), lengths, strict=True):
                 if match.family.buffers[number] in spans:
                     spans[match.family.buffers[number]].append((offset, numel))
         fills = [fill for buffer, numel in sizes.items() for fill in _uncovered(buffer, numel, spans[buffer])]
@@ -149,44 +150,44 @@ class Match:
     sides (`alike`), `cuts` are their cuts in the source, and `buffer` numbers the source buffer of each.
     """
 
-    def __init__(self, family: Family, found: Sequence[tuple[int, Placement]], *, alike: bool) -> None:
+    def __init__(self, family: Family, matched_members: Sequence[tuple[int, Placement]], *, same_boxes: bool) -> None:
         self.family = family
-        self.origins = [origin for _, origin in found]
+        self.origins = [origin for _, origin in matched_members]
         self.cuts: Cuts | None = None
         self._place = numpy.full(len(family.members), -1, dtype=numpy.int64)
-        self._place[[member for member, _ in found]] = numpy.arange(len(found))
-        if alike:
+        self._place[[member for member, _ in matched_members]] = numpy.arange(len(matched_members))
+        if same_boxes:
             buffers = Numbers[tuple[str, str]]()
             numbers = [buffers[origin.family, origin.buffer] for origin in self.origins]
             self.cuts, self.buffer = Cuts(self.origins), numpy.array(numbers, dtype=numpy.int64)
 
     def pieces_of(self, rank: int) -> Pieces:
         """Return the pieces that a rank holds of these tensors."""
-        held = self.family.cuts.pieces_of(rank)
-        return held.take(self._place[held.member] >= 0)
+        owned = self.family.cuts.pieces_of(rank)
+        return owned.take(self._place[owned.member] >= 0)
 
-    def locate(self, held: Pieces) -> tuple[Pieces, Column]:
-        """Return the source pieces of the pieces `held` by a rank, and the index in `origins` of each.
+    def locate(self, owned: Pieces) -> tuple[Pieces, Column]:
+        """Return the source pieces of the pieces `owned` by a rank, and the index in `origins` of each.
 
-        The tensors lie in the same box on both sides; `member` of a source piece is the index of its piece in `held`.
+        The tensors lie in the same box on both sides; `member` of a source piece is the index of its piece in `owned`.
         """
         assert self.cuts is not None
-        origin = self._place[held.member]
-        pieces = self.cuts.take(origin).locate(held.start, held.stop)
+        origin = self._place[owned.member]
+        pieces = self.cuts.take(origin).locate(owned.start, owned.stop)
         return pieces, origin[pieces.member]
 
-    def each(self, held: Pieces) -> Iterator[tuple[Placement, Placement, Region, int]]:
+    def each(self, owned: Pieces) -> Iterator[tuple[Placement, Placement, Region, int]]:
         """Yield for each held piece the tensor, its source placement, the region, and the offset in the buffer."""
-        columns = (held.member, self._place[held.member], held.start, held.stop, held.element_offset)
+        columns = (owned.member, self._place[owned.member], owned.start, owned.stop, owned.element_offset)
         for number, origin, start, stop, element_offset in zip(*(column.tolist() for column in columns), strict=True):
             member = self.family.members[number]
             yield member, self.origins[origin], Region(box=member.box, start=start, stop=stop), element_offset
 
     def extents(self, pieces: Pieces, origin: Column) -> tuple[list[tuple[Placement, int]], Column]:
         """Return the source buffers of pieces, as (a placement in it, shard), and the index of each piece's buffer."""
-        place = pieces.shard * (int(self.buffer.max(initial=0)) + 1) + self.buffer[origin]
-        _, first, number = numpy.unique(place, return_index=True, return_inverse=True)
-        origins = (self.origins[at] for at in origin[first].tolist())
+        buffer_key = pieces.shard * (int(self.buffer.max(initial=0)) + 1) + self.buffer[origin]
+        _, first, number = numpy.unique(buffer_key, return_index=True, return_inverse=True)
+        origins = (self.origins[index] for index in origin[first].tolist())
         return list(zip(origins, pieces.shard[first].tolist(), strict=True)), number
 
 
@@ -202,7 +203,8 @@ def match_tensors(source: Index, target: Layout, wants: Mapping[TensorKey, Tenso
                 placement = source.layout[origin]
                 in_same_box = not placement.tiles and (placement.box is member.box or placement.box == member.box)
                 (same_boxes if in_same_box else others).append((number, placement))
-        matches += [Match(families[name], found, alike=found is same_boxes) for found in (same_boxes, others) if found]
+        kinds = (same_boxes, others)
+        matches += [Match(families[name], pairs, same_boxes=pairs is same_boxes) for pairs in kinds if pairs]
     return matches
 
 
@@ -221,13 +223,13 @@ class _PlanBuilder:
         self._others: list[Copy] = []
         self.touched: dict[Record, set[_Shard]] = {}
 
-    def add_same_boxes(self, held: Pieces, match: Match) -> None:
-        """Add the copies of all pieces `held` by a rank, whose tensors lie in the same box on both sides, at once."""
-        pieces, origin = match.locate(held)
+    def add_same_boxes(self, owned: Pieces, match: Match) -> None:
+        """Add the copies of all pieces `owned` by a rank, whose tensors lie in the same box on both sides, at once."""
+        pieces, origin = match.locate(owned)
         buffers, extent = match.extents(pieces, origin)
-        extents = numpy.array([self._extent(*place) for place in buffers], dtype=numpy.int64).reshape(-1, 4).T
+        extents = numpy.array([self._extent(*buffer_key) for buffer_key in buffers], dtype=numpy.int64).reshape(-1, 4).T
         record, byte_offset, dtype, itemsize = extents[:, extent]
-        member = held.member[pieces.member]
+        member = owned.member[pieces.member]
         numbers = numpy.array([self._buffers[buffer] for buffer in match.family.buffers], dtype=numpy.int64)
         ones, zeros = numpy.ones_like(record), numpy.zeros_like(record)
         columns = (
@@ -236,7 +238,7 @@ class _PlanBuilder:
             pieces.stop - pieces.start,
             dtype * len(_TYPES) + match.family.dtype[member],
             numbers[match.family.buffer[member]],
-            held.element_offset[pieces.member] + pieces.start - held.start[pieces.member],
+            owned.element_offset[pieces.member] + pieces.start - owned.start[pieces.member],
             *(ones, zeros, zeros) * 2,
         )
         self._tables.append(numpy.stack(columns)[:, record >= 0])
@@ -249,9 +251,9 @@ class _PlanBuilder:
         self.touched.setdefault(extent.record, set()).add((origin.family, shard))
         return self._records[extent.record], extent.byte_offset, NUMBER[extent.dtype], extent.dtype.itemsize
 
-    def add_each(self, held: Pieces, match: Match) -> None:
+    def add_each(self, owned: Pieces, match: Match) -> None:
         """Add copies piece by piece, for tensors whose boxes differ, or that lie in several boxes on one side."""
-        for member, origin, region, element_offset in match.each(held):
+        for member, origin, region, element_offset in match.each(owned):
             for shard, extent, run in self._source.runs(origin.key, region):
                 self.touched.setdefault(extent.record, set()).add((origin.family, shard))
                 self._others.append(_copy(extent, run, member.buffer, element_offset, member.dtype))
@@ -306,7 +308,7 @@ class _Gaps:
         """Return the gaps that `rank` reads; `touched` are its records, with the shards that hold them."""
         holders = {record: frozenset(shards) for record, shards in touched.items()}
         self._find({record: shards for record, shards in holders.items() if (record, shards) not in self._gaps_of})
-        gaps = (gap for held in holders.items() for gap in self._gaps_of[held])
+        gaps = (gap for record_and_shards in holders.items() for gap in self._gaps_of[record_and_shards])
         return sorted(
             (gap.check for gap in gaps if gap.reader in (None, rank)),
             key=lambda check: (check.record.path, check.byte_offset),
@@ -336,8 +338,8 @@ class _Gaps:
         """Return a shard's pieces of wanted tensors as columns: record, begin, end, family, member, start, stop."""
         source_family, opened = self._families[family], self._source.open(family, shard)
         if family not in self._wanted:
-            wanted = [one.key in self._wanted_by or one.key in self._elsewhere for one in source_family.members]
-            self._wanted[family] = numpy.array(wanted, dtype=bool)
+            is_wanted = [one.key in self._wanted_by or one.key in self._elsewhere for one in source_family.members]
+            self._wanted[family] = numpy.array(is_wanted, dtype=bool)
         extents = [opened.get(buffer) for buffer in source_family.buffers]
         locations = [
             (numbers[extent.record], extent.byte_offset, extent.dtype.itemsize)
@@ -379,10 +381,10 @@ class _Gaps:
         origin = self._families[list(self._family_numbers)[family]].members[member]
         if origin.key not in self._wanted_by:
             return -1
-        wanted = self._target[self._wanted_by[origin.key]]
-        if wanted.replicated:
+        placement = self._target[self._wanted_by[origin.key]]
+        if placement.replicated:
             return None
-        if wanted.box != origin.box or wanted.tiles:
+        if placement.box != origin.box or placement.tiles:
             return 0
         element = start if first else stop - 1
-        return next(iter(wanted.cut.pieces(element, element + 1))).shard
+        return next(iter(placement.cut.pieces(element, element + 1))).shard

@@ -66,7 +66,7 @@ def test_shared_parts_count_as_often_as_they_are_used() -> None:
     ids=["texts", "bytes", "lists", "pairs", "pairs in a dict"],
 )
 def test_what_would_be_endless_when_it_is_told_is_refused(value: object) -> None:
-    with pytest.raises(CheckpointDamaged, match="parts, where those that are shared count as often"):
+    with pytest.raises(CheckpointDamaged, match="parts, where shared parts count as often"):
         read(pickle.dumps(value, 4))
 
 

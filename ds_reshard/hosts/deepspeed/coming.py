@@ -148,12 +148,13 @@ def _trainer_value(name: str, flags: Mapping[str, object]) -> object:
     A warm-up below 1 is a fraction of all updates, and 0 becomes 1 (`trainer_config_finalize`, transformers 5.23).
     """
     value, updates = flags.get(_TRAINERS.get(name, "")), flags.get("max_steps")
-    known = isinstance(updates, int) and updates > 0  # else the number of updates follows from the data, unknown here
+    # without max_steps the number of updates follows from the data, which is unknown here
+    updates_known = isinstance(updates, int) and updates > 0
     if name == "scheduler.params.total_num_steps":
-        return updates if known else None
+        return updates if updates_known else None
     if name == "scheduler.params.warmup_num_steps" and isinstance(value, (int, float)):
         part = 0 < value < 1
-        return None if part and not known else max(1, ceil(cast(int, updates) * value) if part else int(value))
+        return None if part and not updates_known else max(1, ceil(cast(int, updates) * value) if part else int(value))
     if name == "optimizer.params.betas" and {"adam_beta1", "adam_beta2"} & flags.keys():
         return [flags.get("adam_beta1", 0.9), flags.get("adam_beta2", 0.999)]
     return value
@@ -286,10 +287,12 @@ def _stage0_group_names(checkpoint: AnyCheckpoint) -> list[list[str]]:
     order: list[list[str]] = [[] for _ in groups]
     for name in names if expected is not None else ():
         shape = saved.module[name].shape
-        fitting = [g for g, of in enumerate(expected or ()) if len(order[g]) < len(of) and of[len(order[g])] == shape]
-        if len(fitting) > 1:
+        fits = [
+            g for g, group in enumerate(expected or ()) if len(order[g]) < len(group) and group[len(order[g])] == shape
+        ]
+        if len(fits) > 1:
             break
-        for g in fitting:
+        for g in fits:
             order[g].append(name)
     if expected is None or [len(group) for group in order] != [len(group) for group in expected]:
         what = "a stage-0 optimizer names no parameter, and shapes do not tell which param group has which"
@@ -516,8 +519,10 @@ class Launch:
             return "torch"
         if in_bf16 and saved is not None and saved.listing.layers:
             return "bf16"
-        own = stage0_kind(saved) if isinstance(saved, ZeroCheckpoint) and not self.json_has_optimizer else "none"
-        fused = self.optimizer_class.__name__ == "FusedAdam" if self.optimizer_class is not None else own == "fused"
+        saved_kind = stage0_kind(saved) if isinstance(saved, ZeroCheckpoint) and not self.json_has_optimizer else "none"
+        fused = (
+            self.optimizer_class.__name__ == "FusedAdam" if self.optimizer_class is not None else saved_kind == "fused"
+        )
         return "fused" if fused else "unfused"
 
     @cached_property
@@ -655,8 +660,8 @@ class Launch:
                 for number, group in enumerate(shapes)
                 for part in ([group] if kind == "fused" else [{name: shape} for name, shape in group.items()])
             )
-            for at, (number, part) in enumerate(parts):
-                yield FlatBuffer(shapes=part, rule=Rule.REPLICATED, ranks=1, number=at, group=number)
+            for index, (number, part) in enumerate(parts):
+                yield FlatBuffer(shapes=part, rule=Rule.REPLICATED, ranks=1, number=index, group=number)
 
     def _live_buffer(self, flat: FlatBuffer, shape: Shape, group: Mapping[str, object], cls: type | None) -> LiveBuffer:
         """Return a flat buffer of this rank, with masters of this shape; they are fp32 unless they are weights."""
@@ -680,9 +685,9 @@ class Launch:
         row, info, shapes = self.position.grid.row, self.model.info, self.module.shapes()
         if self.position.grid.parts:
             return row
-        whole, maps = shapes if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
+        whole_shapes, maps = shapes if row.size == 1 or autotp_in(self.config) else {}, affine_maps(info)
         return row._replace(
-            whole_shapes=whole,
+            whole_shapes=whole_shapes,
             live_rules=self.model.rules,
             affine_maps=maps if row.size > 1 else {},
             shard_shapes=shapes,

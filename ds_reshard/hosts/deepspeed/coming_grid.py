@@ -140,7 +140,7 @@ def shards_on_rank(checkpoint: AnyCheckpoint, grid: LiveGrid) -> tuple[Mapping[s
         raise cannot_predict(f"--tp {grid.row.size}: {faults[0].line()}")
     uneven = next((name for name, division in splits_of_run.items() if len(set(division.shards)) > 1), None)
     if uneven is not None:
-        raise cannot_predict(f"--tp {grid.row.size}: {uneven} has no equal shares, and the script says how it is cut")
+        raise cannot_predict(f"--tp {grid.row.size}: {uneven} cannot be cut evenly, and the script says how it is")
     return {name: division.shards[grid.row.rank] for name, division in splits_of_run.items()}, pattern_info(
         splits_of_run
     )
@@ -160,7 +160,7 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
     """
     numbers = {name: layer for (layer, _), name in checkpoint.listing.layers.items()}
     keys = {
-        numbers[file]: tied_key(key.name) for file, held in layer_files(checkpoint).items() for key in held.values()
+        numbers[file]: tied_key(key.name) for file, part in layer_files(checkpoint).items() for key in part.values()
     }
     ties = {layer: key for layer, key in keys.items() if key is not None}
     stages = _stage_contents(checkpoint)
@@ -178,10 +178,10 @@ def _ties(checkpoint: ZeroCheckpoint) -> dict[int, str]:
 
 def _stage_contents(checkpoint: ZeroCheckpoint) -> list[tuple[set[int], set[str]]]:
     """Return the layers and the tied modules of each saved stage, as far as its parameters and buffers tell."""
-    names = [{*stage.trainable, *stage.buffer_names} for stage in checkpoint.stages]
+    by_stage = [{*stage.trainable, *stage.buffer_names} for stage in checkpoint.stages]
     return [
-        ({n for n in map(layer_of, own) if n is not None}, {key for key in map(tied_key, own) if key is not None})
-        for own in names
+        ({n for n in map(layer_of, names) if n is not None}, {key for key in map(tied_key, names) if key is not None})
+        for names in by_stage
     ]
 
 

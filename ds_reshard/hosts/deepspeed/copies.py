@@ -31,8 +31,8 @@ logger = logging.getLogger("ds_reshard")
 
 def later_stage_weight_faults(wants: Wants, grid: LiveGrid) -> Iterator[Fault]:
     """Yield a fault for each untied weight (or master made of it) that only a later pipeline stage has saved."""
-    wanted = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
-    for name in sorted(wants.checkpoint.later_stage_weights & wanted.union(wants.from_masters) - grid.tied):
+    names = {source.name for source in wants.sources.values() if source.kind in (WEIGHT, MASTER)}
+    for name in sorted(wants.checkpoint.later_stage_weights & names.union(wants.from_masters) - grid.tied):
         what = "is not tied, and no file of a layer has the first stage's value, as its TiedLayerSpec has a forward_fn"
         mend = "save at ZeRO stage 1 and load with optimizer states, or name it in tied_weight_attr"
         yield UnsupportedLayout.fault(f"parameter {name}", what, "the first stage's", "a later one's", mend=mend)
@@ -85,8 +85,8 @@ def name_optimizer(checkpoint: ZeroCheckpoint, live: Optimizer | None, grid: Liv
     raise_faults(list(order_faults(checkpoint, grid, live)), subject=f"loading {checkpoint.listing.folder}")
     if len(checkpoint.stages) > 1 and not checkpoint.tp_models:
         checkpoint = replace(checkpoint, model=model_of_stage(checkpoint, grid))
-    ep_rank = next((held.first // held.size for held in grid.experts.values()), 0)
-    first = {prefix: held.first for prefix, held in grid.experts.items()}
+    ep_rank = next((experts.first // experts.size for experts in grid.experts.values()), 0)
+    first = {prefix: experts.first for prefix, experts in grid.experts.items()}
     return with_order(checkpoint, live.order, live.parameters, ep_rank, first)
 
 
@@ -96,7 +96,7 @@ def order_faults(checkpoint: AnyCheckpoint, grid: LiveGrid, live: Optimizer | No
     Such optimizers name no parameters, so each rank must load its own. Other layers are recognised by the number and
     shapes of their parameters; layers with the same shapes cannot be told apart.
     """
-    saved, sizes = checkpoint.stages, {held.total // held.size for held in grid.experts.values()}
+    saved, sizes = checkpoint.stages, {experts.total // experts.size for experts in grid.experts.values()}
     mend = "load it with the sizes that were saved, and save at ZeRO stage 1 there"
     if checkpoint.stage != 0 or live is None:
         return
@@ -136,16 +136,16 @@ def ties_restored(checkpoint: ZeroCheckpoint, grid: LiveGrid) -> bool:
     ties, saved = grid.row.ties or {}, {layer for layer, _ in checkpoint.listing.layers}
     firsts = {key: grid.stages_of(key)[0] for key in ties.values()}
     filled = {
-        key for at, key in ties.items() if at in saved and grid.parts[firsts[key]] <= at < grid.parts[firsts[key] + 1]
+        key for n, key in ties.items() if n in saved and grid.parts[firsts[key]] <= n < grid.parts[firsts[key] + 1]
     }
     return filled == set(firsts)
 
 
 def model_of_stage(checkpoint: AnyCheckpoint, grid: LiveGrid) -> ModelStates:
     """Return the model states of this rank's stage, with the weights and the schedule of all stages together."""
-    own, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
-    entries = {**own.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
-    return replace(checkpoint.model, path=own.path, entries=entries)
+    stage_model, of_all = checkpoint.stages[grid.stage], ("module", SCHEDULER)
+    entries = {**stage_model.entries, **{key: checkpoint.model.entries[key] for key in of_all}}
+    return replace(checkpoint.model, path=stage_model.path, entries=entries)
 
 
 def unequal_replicas(
@@ -160,7 +160,7 @@ def unequal_replicas(
     """
     copies = [(one.key, holder) for one in checkpoint.layout.placements.values() for holder, _ in one.replicas]
     replicas = {Holder(): index} | {
-        of: index.with_layout(layout) for of, layout in checkpoint.layout.replicas().items()
+        owner: index.with_layout(layout) for owner, layout in checkpoint.layout.replicas().items()
     }
     for key, holder in copies[grid.stage * size + position :: grid.pp * size]:
         first = replicas[Holder(holder.stage) if holder.rank else Holder()], key

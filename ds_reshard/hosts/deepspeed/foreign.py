@@ -90,7 +90,7 @@ def model_of(content: Content) -> ModelStates:
     return ModelStates(
         path=content.folder,
         entries={**saving.entries, "module": dict(content.records)},  # extra states are read from there
-        module={name: group for name, group in saving.module(None).items() if isinstance(group, TensorRecord)},
+        module={name: value for name, value in saving.module(None).items() if isinstance(value, TensorRecord)},
         objects={},
         buffer_names=content.buffers,
         param_shapes=tuple(groups) if has_optimizer else None,

@@ -180,9 +180,9 @@ class _Forecasting:
             first = self._plan_rank(0)
             refuse_stage(first.run.grid, first.run.stage)
             self.notes += assumptions(first.run.grid)
-            decision, prepared = self._decide_rank(first, whole=True)
+            decision, prepared = self._decide_rank(first, all_shards=True)
             firsts = (column // tp * self.sizes.dp * tp + column % tp for column in range(1, tp * self.coming.pp))
-            others = [self._decide_rank(self._plan_rank(rank), whole=True)[0] for rank in firsts]
+            others = [self._decide_rank(self._plan_rank(rank), all_shards=True)[0] for rank in firsts]
             self._compare_tp_ranks([decision, *others])
             self.loader, _, unread = decision.loader.partition(", ")
             if unread:
@@ -190,7 +190,7 @@ class _Forecasting:
             if prepared is None:
                 return
             for rank in self._shown_ranks():
-                own_prepared = prepared if rank == 0 else self._decide_rank(self._plan_rank(rank), whole=False)[1]
+                own_prepared = prepared if rank == 0 else self._decide_rank(self._plan_rank(rank), all_shards=False)[1]
                 if own_prepared is not None:
                     self.costs.append(_rank_cost(rank, self.config, decision, own_prepared))
             self.report = _report(first, decision, prepared)
@@ -222,23 +222,22 @@ class _Forecasting:
         saved = self.checkpoint.model.config if self.checkpoint is not None else {}
         self.config, auto = fill_auto(self.coming.config, saved)
         if auto:
-            taken = "take the saving run's value, or else DeepSpeed's default"
-            taken = taken if self.checkpoint is not None else "are not known, as the checkpoint cannot be read"
-            self.notes.append(f'settings that are "auto" {taken}: {", ".join(auto)}')
+            origin = "take the saving run's value, or else DeepSpeed's default"
+            origin = origin if self.checkpoint is not None else "are not known, as the checkpoint cannot be read"
+            self.notes.append(f'settings that are "auto" {origin}: {", ".join(auto)}')
         version = metadata.version("deepspeed")
         if version != SOURCE:
             self.notes.append(f"the rules of flat buffers are those of DeepSpeed {SOURCE}; {version} is installed here")
         if "data_efficiency" in self.config or "curriculum_learning" in self.config:
             self.notes.append("the position of a curriculum's data sampler cannot be predicted")
-        ours = section(self.config, SECTION)
-        if section(ours, "resume"):
+        own_section = section(self.config, SECTION)
+        if section(own_section, "resume"):
             self.notes.append(HOOKS_NEEDED)
-        if section(ours, "reshard").get("device") == "cuda":  # the job's machine must have it, not this one
-            self.config[SECTION] = {**ours, "reshard": {**section(ours, "reshard"), "device": "auto"}}
+        if section(own_section, "reshard").get("device") == "cuda":  # the job's machine must have it, not this one
+            self.config[SECTION] = {**own_section, "reshard": {**section(own_section, "reshard"), "device": "auto"}}
         if self.coming.model is None and self.checkpoint is not None:
-            optimizer = "" if section(self.config, "optimizer") else ", and so is the optimizer, which the JSON has not"
-            self.notes.append(f"the model is taken to be the one that was saved{optimizer}: --model compares another")
-
+            optimizer = "" if section(self.config, "optimizer") else " and the saved optimizer, as the JSON names none"
+            self.notes.append(f"preflight assumes the saved model{optimizer}: --model compares another")
         without = self.checkpoint is not None and self.checkpoint.model.entries.get("lr_scheduler") is None
         if without and not section(self.config, "scheduler"):
             self.notes.append(
@@ -281,8 +280,8 @@ class _Forecasting:
         if self.coming.model is not None:
             try:
                 with torch.device("meta"):
-                    made = self.coming.model()
-                return model_from_factory(made, dtype, autotp=autotp_in(self.config))
+                    built = self.coming.model()
+                return model_from_factory(built, dtype, autotp=autotp_in(self.config))
             except ReshardError as error:
                 self.faults += faults_of(error)
             except (Exception, SystemExit) as error:  # the factory is the user's code, and may raise anything
@@ -301,19 +300,19 @@ class _Forecasting:
         same_precision = dtype is None and saved_precision == new_precision
         return saved_model(checkpoint, grid, None if same_precision else dtype or ElementType.FLOAT32)
 
-    def _decide_rank(self, coming: Training, *, whole: bool) -> tuple[Decision, Prepared | None]:
+    def _decide_rank(self, coming: Training, *, all_shards: bool) -> tuple[Decision, Prepared | None]:
         """Return a rank's decision and its prepared load, which is also made for the answer if DeepSpeed loads.
 
-        `whole`: also open the shards that other ranks would open.
+        `all_shards`: also open the shards that other ranks would open.
         """
         run, settings = coming.run, parse_settings(self.config)
         settings = replace(settings, trust=trusted(settings.trust))
         policy = policy_of(run.kind, settings, module_only=False)
         direct = settings.enabled and not (run.features and run.universal)
-        mine = Considered(settings=settings, policy=policy, universal=run.universal, run=run if direct else None)
+        context = Considered(settings=settings, policy=policy, universal=run.universal, run=run if direct else None)
         with scheduler_seam_off(), in_force(PickleRules(settings.trust)):
-            found, decision = agree_on_loader(coming, mine, self.request, self.tag, Steps())
-            if whole and found.checkpoint is not None:
+            found, decision = agree_on_loader(coming, context, self.request, self.tag, Steps())
+            if all_shards and found.checkpoint is not None:
                 raise_faults(_open_all_shards(found.checkpoint, decision), subject=f"loading {self.request.load_dir}")
         if decision.loader != "DeepSpeed" or found.checkpoint is None:
             return decision, decision.prepared

@@ -70,7 +70,7 @@ def check_ranks_agree(
     if any(one.step == 1 and one.faults for one in reports):
         steps.raise_first(reports)
     arguments = [one.arguments for one in ready if one.arguments is not None]
-    mend = "call it with the same arguments on every rank: those of rank 0 may be broadcast"
+    mend = "call load_checkpoint with the same arguments on every rank: broadcast those of rank 0, for example"
     raise_faults(differences(arguments, where="load_checkpoint", mend=mend), subject="loading")
     raise_faults(policy_differences([one.policy for one in ready if one.policy is not None]), subject=subject)
     if len({one.route for one in ready if one.route}) > 1:  # a rank without a route has reported a fault

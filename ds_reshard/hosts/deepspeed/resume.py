@@ -425,7 +425,7 @@ def _argument_faults(engine: DeepSpeedEngine, request: Request, policy: ResumePo
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
         problems.append(("zero_optimization.load_from_fp32_weights: false", what, mend))
     if not policy.loads_moments and (this_run.stepped or this_run.last is not None or engine.global_steps > 0):
-        what = "has taken steps or loaded before: its moments are not fresh, and are not made so"
+        what = "has taken steps or loaded before: its moments are not fresh, and a load does not reset them"
         problems.append(("the running engine", what, "build the engine anew for a load without moments"))
     if policy.dataloader == "reset" and this_run.sampler is None and not policy_sources.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
@@ -780,8 +780,8 @@ def _rows(
     yield "rng", None, "this run", *random
     data = "from its start" if policy.dataloader == "reset" else "the script's own"
     yield "data", None, "from its start", data, because(policy, "dataloader")
-    ours = int(engine.zero_optimization_stage()), engine.seq_dp_world_size
-    yield "stage and dp", (saved.stage, saved.dp), ours, ours, "this run"
+    new_layout = int(engine.zero_optimization_stage()), engine.seq_dp_world_size
+    yield "stage and dp", (saved.stage, saved.dp), new_layout, new_layout, "this run"
     total, steps = saved.batch
     alone = engine.seq_dp_world_size == engine.dp_world_size  # else ranks share a micro batch, and none is implied
     accumulation, batch = engine.gradient_accumulation_steps(), engine.train_batch_size()

@@ -153,13 +153,13 @@ def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) ->
     fixed = micro is not None and steps is not None
     sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]
     sizes = [ranks for ranks in sizes if not fixed or share * ranks == batch]
-    whole = share * world
+    multiple = share * world
     if fixed and micro is not None and batch % (micro * world) == 0:
         other = f"leave out gradient_accumulation_steps, which then is {batch // (micro * world)}"
     elif sizes and micro is not None and batch % ((steps or 1) * world) == 0:
         other = f"set train_micro_batch_size_per_gpu to {batch // ((steps or 1) * world)}"
     else:
-        other = f"make train_batch_size {whole}" if fixed else f"make train_batch_size a multiple of {whole}"
+        other = f"make train_batch_size {multiple}" if fixed else f"make train_batch_size a multiple of {multiple}"
     return f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or {other}" if sizes else other
 
 

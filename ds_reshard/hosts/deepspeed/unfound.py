@@ -39,11 +39,11 @@ def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
     saved = checkpoint.model
     shapes = {**saved.frozen_shapes, **saved.trainable}
     for name, tensor in saved.module.items():
-        known = shapes.get(saved.shared.get(name, name))
-        if known is None or not is_placeholder(tensor, known):
+        full_shape = shapes.get(saved.shared.get(name, name))
+        if full_shape is None or not is_placeholder(tensor, full_shape):
             shapes[name] = tensor.shape
         else:
-            shapes[name] = known
+            shapes[name] = full_shape
     return shapes
 
 
