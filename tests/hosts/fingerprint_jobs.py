@@ -65,14 +65,14 @@ def arranged(harm: str) -> contextlib.AbstractContextManager[Any]:
         return mock.patch.object(
             prepare, "plan_rank", lambda *args, **named: _planned(plan_rank(*args, **named), PLANS[harm])
         )
-    settle = move._settle_masters
+    prove = move.prove
 
-    def settled(engine: Any, *others: Any) -> None:
-        settle(engine, *others)
+    def proved(engine: Any, *others: Any, **named: Any) -> Any:
         with torch.no_grad():
             MEMORY[harm](engine)
+        return prove(engine, *others, **named)
 
-    return mock.patch.object(move, "_settle_masters", settled)
+    return mock.patch.object(move, "prove", proved)
 
 
 def _planned(plan: Any, harm: Callable[[list[Any]], list[Any]]) -> Any:
