@@ -148,11 +148,7 @@ def test_stages_whose_files_of_layers_were_not_copied_are_no_pipelines(universal
 
 
 REFUSED = {
-    "no pattern for what is tied": (
-        UNPATTERNED,
-        (),
-        "has a copy of tied_modules.embed.weight, and no pattern names it",
-    ),
+    "no pattern for what is tied": (UNPATTERNED, (), "has a copy of tied_modules.embed.weight that no pattern matches"),
     "nothing says how": (UNSAID, (), "gate_up: nothing says how it is cut"),
     "rows that were merged along another dimension": (FORGOTTEN, RULES, "row/fp32.pt: has another shape"),
     "padding that was kept": (UNSAID, RULES, "embed/fp32.pt: has another shape than its parameter"),

@@ -186,7 +186,7 @@ def partition_count_faults(
         is_expert = {name in autoep for name in group}
         expected, found = dp // ep if True in is_expert else dp, first.counts[number]
         if len(is_expert) > 1 or found != expected:
-            what = f"flat buffer {number} is cut over another number of ranks than have its parameters"
+            what = f"flat buffer {number} is shared by another number of ranks than its parameters"
             yield damaged(first.path, what, f"{expected}", f"{found}" if len(is_expert) < 2 else "experts and others")
 
 

@@ -200,8 +200,7 @@ class ZeroCheckpoint(AnyCheckpoint):
     """What all ranks know of a DeepSpeed folder before any of them opens its own shards.
 
     One rank reads it from the listing, one model file and one optimizer file. `columns` are the optimizer files by flat
-    buffer. `copies` has, per tensor-parallel rank, weights whose first copy is in an earlier file, by name and copy
-    number.
+    buffer. `copies` has, per tensor-parallel rank, weights whose first copy is in another file, by name and number.
     """
 
     columns: tuple[GridColumn, ...] = ()

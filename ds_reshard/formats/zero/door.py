@@ -91,7 +91,7 @@ class OpenedZero(Checkpoint):
         return self.pieces()[1]
 
     def pieces(self) -> tuple[ZeroShards, Shards]:
-        """Return the files of the saving run's ranks, and the index that opens them."""
+        """Return the opener of the saved ranks' files, and an index over it that compares what it opens."""
         pieces = ZeroShards(checkpoint=self.zero)
         index = Index(self.layout, pieces)
 
@@ -275,7 +275,7 @@ def _stage_faults(saving: Saving) -> Iterator[Fault]:
     content, source = saving.content, saving.source
     if not saving.layers:
         what = "has no files of layers, which a PipelineModule loads: ds_to_universal copies none"
-        mend = "--like a folder that the coming run has saved, or --names for those of a plain module"
+        mend = "--like a folder that the new run has saved, or --names for the files of a plain module"
         yield UnsupportedLayout.fault(content.folder, what, "layer_00-model_00-model_states.pt", "none", mend=mend)
     columns = source.columns if source is not None else ()
     if any(list(buffer.shapes) != ties_first(buffer.shapes) for column in columns for buffer in column.buffers):
@@ -326,28 +326,28 @@ def _as_zero_listing(listing: AnyListing) -> Listing:
 
 
 def _describe(listing: AnyListing) -> Inspection:
-    found = survey(_as_zero_listing(listing))
-    return describe_survey(found, tag=listing.tag)
+    result = survey(_as_zero_listing(listing))
+    return describe_survey(result, tag=listing.tag)
 
 
 def _survey(listing: AnyListing) -> SurveyReport:
-    found = survey(_as_zero_listing(listing))
-    return SurveyReport(faults=found.faults, further=tuple(_steps(found)))
+    result = survey(_as_zero_listing(listing))
+    return SurveyReport(faults=result.faults, further=tuple(_steps(result)))
 
 
-def _steps(found: Survey) -> Iterator[Fault]:
+def _steps(result: Survey) -> Iterator[Fault]:
     """Yield a fault for each param group or flat buffer of the first shard that is of another step than the others."""
-    if found.optim is None:
+    if result.optim is None:
         return
-    of_buffers = {f"flat buffer {n}": part.scalars.get("step") for n, part in enumerate(found.optim.partitions)}
-    of_groups: dict[str, object] = {f"param group {n}": g.get("step") for n, g in enumerate(found.optim.groups or ())}
+    of_buffers = {f"flat buffer {n}": part.scalars.get("step") for n, part in enumerate(result.optim.partitions)}
+    of_groups: dict[str, object] = {f"param group {n}": g.get("step") for n, g in enumerate(result.optim.groups or ())}
     for steps in (of_buffers, of_groups):
         known: dict[str, object] = {name: step for name, step in steps.items() if step is not None}
         first = next(iter(known), "")
         for name, step in known.items():
             if canonical(step) != canonical(known[first]):
                 yield CheckpointDamaged.fault(
-                    found.optim.path,
+                    result.optim.path,
                     f"{name} is of another step than {first}: a run steps all of them together",
                     describe(known[first]),
                     describe(step),
@@ -356,6 +356,7 @@ def _steps(found: Survey) -> Iterator[Fault]:
 
 
 def _target(saving: Saving, asked: ConversionRequest, like: Checkpoint | None) -> Target:
+    """Return the target that a request asks for, with sizes from `like` if it has them; raises ConfigError."""
     if asked.to == UNIVERSAL:
         return universal_target(saving)
     if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in saving.trained):

@@ -69,8 +69,8 @@ def zero_target(
 ) -> Target:
     """Return the files that `tp` times `dp` DeepSpeed ranks would save of the same state; `kind` is one of FORMATS.
 
-    If `like` is given, with the stages and tensor splits of the run that saved it. `sub_group` is the size of a stage-3
-    sub-group in elements, None for the saved one.
+    They have the stages and tensor splits of the run that saved `like`, if it is given. `sub_group` is the size of a
+    stage-3 sub-group in elements, None for the saved one.
 
     Raises UnsupportedLayout, with every reason, if the source lacks something, or a parameter's split is unknown.
     """
@@ -256,6 +256,7 @@ def _merged_placements(columns: Sequence[Column], splits: Mapping[str, TensorSpl
 
 
 def _units(column: Column) -> Iterator[Unit]:
+    """Yield the files of each rank of a column: model files, and those of layers or experts; then optimizer files."""
     optim, model, mp = column.optim, column.model, f"mp_rank_{column.number:02d}"
     files = model.separate_files()
     separate = frozenset(key.name for entries in files.values() for key in entries.values())

@@ -20,7 +20,7 @@ from ds_reshard.model.facts import GroupFacts, canonical
 
 MAX_NUMEL = 178956971
 _NAME, _MARK, _OF_SIZE = "name", "moe", "ep_size_"
-AS_SAVED = "give --like a folder that the coming run has saved, with the model and the param groups of the source"
+AS_SAVED = "give --like a folder that the new run has saved, with the model and the param groups of the source"
 
 
 def merge_expert_groups(zero: ZeroCheckpoint) -> ZeroCheckpoint:
@@ -176,6 +176,7 @@ def _numel(group: GroupFacts, content: Content, *, first: bool = False) -> int:
 
 
 def _cut_to_max_numel(names: Sequence[str], content: Content) -> Iterator[list[str]]:
+    """Yield the names in lists of at most MAX_NUMEL elements each."""
     part: list[str] = []
     numel = 0
     for name in names:

@@ -36,7 +36,7 @@ class Survey:
     """The first model file and the first optimizer file that could be read, and all faults, sorted.
 
     `scalars` holds learning rates and steps of these two files that were saved as tensors. `universal` is what a
-    readable universal checkpoint has instead of optimizer files. `divided` says how ranks split each parameter.
+    readable universal checkpoint has instead of optimizer files. `splits` says how ranks split each parameter.
     """
 
     listing: Listing
@@ -45,7 +45,7 @@ class Survey:
     scalars: Scalars
     faults: tuple[Fault, ...]
     universal: UniversalStates | None = None
-    divided: Mapping[str, str] = field(default_factory=dict)
+    splits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def grid(self) -> Grid | None:
@@ -112,7 +112,7 @@ def survey(listing: Listing) -> Survey:
         scalars={**universal_scalars, **head_scalars},
         faults=tuple(once[at] for at in sorted(once)),
         universal=universal,
-        divided=_split_texts(checkpoint) if checkpoint is not None else {},
+        splits=_split_texts(checkpoint) if checkpoint is not None else {},
     )
 
 
@@ -229,82 +229,83 @@ def _stage0_values(model: ModelStates | None) -> Iterator[object]:
         yield state.get("step")
 
 
-def describe_survey(found: Survey, *, tag: str) -> Inspection:
+def describe_survey(result: Survey, *, tag: str) -> Inspection:
     """Return the report of a survey; if no optimizer file could be read, by the model file's configuration."""
-    model, optim, grid = found.model, found.optim, found.grid
+    model, optim, grid = result.model, result.optim, result.grid
     saved_config = model.config if model is not None else optim.config if optim is not None else None
     config = saved_config if isinstance(saved_config, dict) else {}
     stage0, optimizer_name = torch_optimizer(model), section(config, "optimizer").get("type")
     return Inspection(
-        format="DeepSpeed universal" if found.listing.universal else "DeepSpeed ZeRO",
-        folder=found.listing.folder,
+        format="DeepSpeed universal" if result.listing.universal else "DeepSpeed ZeRO",
+        folder=result.listing.folder,
         tag=tag,
         version=model.version if model is not None else optim.version if optim is not None else None,
-        stage=_stage(found, config),
-        wrapper=_wrapper(found),
-        dp=found.dp,
+        stage=_stage(result, config),
+        wrapper=_wrapper(result),
+        dp=result.dp,
         optimizer=optimizer_name if isinstance(optimizer_name, str) else None,  # unless the script passed one
-        states=_states_of(found, stage0),
-        groups=_groups_of(found, stage0),
-        steps=_steps(found, stage0),
-        arrangement=_arrangement(found, config),
-        parameters=tuple(_parameters(model, _group_by_parameter(found), found.divided)) if model is not None else (),
-        files=tuple(_files(found.listing, found.dp)),
-        faults=found.faults,
+        states=_states_of(result, stage0),
+        groups=_groups_of(result, stage0),
+        steps=_steps(result, stage0),
+        arrangement=_arrangement(result, config),
+        parameters=tuple(_parameters(model, _group_by_parameter(result), result.splits)) if model is not None else (),
+        files=tuple(_files(result.listing, result.dp)),
+        faults=result.faults,
         tp=grid and grid.tp,
         pp=grid and grid.pp,
         ep=grid and grid.ep,
     )
 
 
-def _stage(found: Survey, config: Mapping[str, object]) -> int | None:
-    if found.optim is not None:
-        return found.optim.stage
+def _stage(result: Survey, config: Mapping[str, object]) -> int | None:
+    if result.optim is not None:
+        return result.optim.stage
     stage = section(config, "zero_optimization").get("stage")
-    if found.universal is not None:
-        common = found.universal.common
+    if result.universal is not None:
+        common = result.universal.common
         return stage if common.by_ds_reshard and isinstance(stage, int) else common.stage
-    if found.listing.partitioned_model:
+    if result.listing.partitioned_model:
         return 3
-    if found.model is None:
+    if result.model is None:
         return None
-    if found.model.param_shapes is None:
+    if result.model.param_shapes is None:
         return 0
     return stage if isinstance(stage, int) and stage in (1, 2) else None
 
 
-def _wrapper(found: Survey) -> str | None:
-    if found.listing.universal:
+def _wrapper(result: Survey) -> str | None:
+    """Return the optimizer's wrapper; None if no file tells."""
+    if result.listing.universal:
         return "universal"
-    if found.optim is not None:
-        return found.optim.kind
-    if found.listing.partitioned_model:
+    if result.optim is not None:
+        return result.optim.kind
+    if result.listing.partitioned_model:
         return "zero3"
-    return "none" if found.model is not None and found.model.param_shapes is None else None
+    return "none" if result.model is not None and result.model.param_shapes is None else None
 
 
-def _states_of(found: Survey, stage0: Mapping[str, object]) -> tuple[StateEntry, ...]:
-    if found.universal is not None:
-        kinds = ((placement.key.kind, placement.dtype) for placement in found.universal.placements)
-        return states_of(kinds, found.universal.facts.scalars.values())
-    if found.optim is not None:
-        items = ((("fp32", p.fp32), *p.states.items(), *p.full_states.items()) for p in found.optim.partitions)
+def _states_of(result: Survey, stage0: Mapping[str, object]) -> tuple[StateEntry, ...]:
+    if result.universal is not None:
+        kinds = ((placement.key.kind, placement.dtype) for placement in result.universal.placements)
+        return states_of(kinds, result.universal.facts.scalars.values())
+    if result.optim is not None:
+        items = ((("fp32", p.fp32), *p.states.items(), *p.full_states.items()) for p in result.optim.partitions)
         tensors = ((kind, tensor.dtype) for of_partition in items for kind, tensor in of_partition)
-        return states_of(tensors, (p.scalars for p in found.optim.partitions))
+        return states_of(tensors, (p.scalars for p in result.optim.partitions))
     numbered = [(str(kind), value) for state in states(stage0) for kind, value in state.items()]
     types = [(kind, value.dtype) for kind, value in numbered if isinstance(value, TensorRecord) and kind != "step"]
     scalars = ({kind: value} for kind, value in numbered if not isinstance(value, TensorRecord) or kind == "step")
-    return states_of([*(("fp32", tensor.dtype) for tensor in masters(found.model)), *types], scalars)
+    return states_of([*(("fp32", tensor.dtype) for tensor in masters(result.model)), *types], scalars)
 
 
-def _groups_of(found: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry, ...]:
+def _groups_of(result: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry, ...]:
     """Return the param groups; members are numbers if no file names them, or if the files contradict each other."""
-    shapes, optim = found.model.trainable if found.model is not None else {}, found.optim
+    shapes, optim = result.model.trainable if result.model is not None else {}, result.optim
     groups: list[tuple[Sequence[str], Mapping[str, object] | None]]
-    if found.universal is not None:
-        groups = [(group.members, group.hyperparameters) for group in found.universal.facts.groups]
+    if result.universal is not None:
+        groups = [(group.members, group.hyperparameters) for group in result.universal.facts.groups]
     elif optim is not None:
-        buffers = _matching_shapes(found.model, optim)
+        buffers = _matching_shapes(result.model, optim)
         shapes = shapes if buffers else {}
         hyper = optim.groups or [None] * len(optim.members)
         names = ([name for i in of for name in buffers[i]] if buffers else [*map(str, of)] for of in optim.members)
@@ -315,7 +316,7 @@ def _groups_of(found: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry,
             numbers = group.get("params")
             values = {name: value for name, value in group.items() if name != "params"}
             groups.append(([*map(str, numbers)] if isinstance(numbers, list) else [], values))
-    return group_entries(groups, shapes, found.scalars)
+    return group_entries(groups, shapes, result.scalars)
 
 
 def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dict[str, tuple[int, ...]], ...]:
@@ -324,30 +325,30 @@ def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dic
     return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
 
 
-def _steps(found: Survey, stage0: Mapping[str, object]) -> Steps:
-    entries = found.model.entries if found.model is not None else {}
+def _steps(result: Survey, stage0: Mapping[str, object]) -> Steps:
+    entries = result.model.entries if result.model is not None else {}
     return Steps(
         global_steps=_count(entries.get("global_steps")),
         global_samples=_count(entries.get("global_samples")),
         skipped_steps=_count(entries.get("skipped_steps")),
-        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(found, stage0))),
+        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(result, stage0))),
     )
 
 
-def _optimizer_steps(found: Survey, stage0: Mapping[str, object]) -> Iterator[object]:
+def _optimizer_steps(result: Survey, stage0: Mapping[str, object]) -> Iterator[object]:
     """Yield the steps in states, in param groups (DeepSpeed's fused optimizers) and in elastic checkpoints."""
-    optim = found.optim
+    optim = result.optim
     values: list[object] = [state.get("step") for state in states(stage0)]
     values += [group.get("step") for group in param_groups(stage0)]
     if optim is not None:
         values += [partition.scalars.get("step") for partition in optim.partitions]
         values += [group.get("step") for group in optim.groups or ()]
         values.append(optim.entries.get("base_optimizer_state_step"))
-    if found.universal is not None:
-        values += [scalars.get("step") for scalars in found.universal.facts.scalars.values()]
-        values += [group.get("step") for group in found.universal.common.groups]
+    if result.universal is not None:
+        values += [scalars.get("step") for scalars in result.universal.facts.scalars.values()]
+        values += [group.get("step") for group in result.universal.common.groups]
     for value in values:
-        number = plain(value, found.scalars)
+        number = plain(value, result.scalars)
         if isinstance(number, float) and number.is_integer():
             number = int(number)
         if isinstance(number, int | float) and not isinstance(number, bool):
@@ -358,9 +359,9 @@ def _count(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
+def _arrangement(result: Survey, config: Mapping[str, object]) -> Arrangement:
     zero = section(config, "zero_optimization")
-    optim = found.optim
+    optim = result.optim
     device = section(zero, "offload_optimizer").get("device")
     gaps = [p.alignment is not None and any(p.alignment) for p in optim.partitions] if optim is not None else []
     round_robin = zero.get("round_robin_gradients", False) if config else None
@@ -369,13 +370,11 @@ def _arrangement(found: Survey, config: Mapping[str, object]) -> Arrangement:
         round_robin=round_robin if isinstance(round_robin, bool) else None,
         alignment_gaps=any(gaps) if optim is not None else None,
         elastic=optim.elastic if optim is not None else None,
-        offloaded_to="nvme" if found.listing.nvme else device if isinstance(device, str) else None,
+        offloaded_to="nvme" if result.listing.nvme else device if isinstance(device, str) else None,
     )
 
 
-def _parameters(
-    model: ModelStates, group_of: Mapping[str, int], divided: Mapping[str, str]
-) -> Iterator[ParameterEntry]:
+def _parameters(model: ModelStates, group_of: Mapping[str, int], splits: Mapping[str, str]) -> Iterator[ParameterEntry]:
     """Yield every entry of the module, then parameters known only by shape (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
     first_names: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
@@ -404,16 +403,16 @@ def _parameters(
             role=role,
             group=group_of.get(owner),
             tied_to=tied,
-            division=divided.get(owner),
+            division=splits.get(owner),
         )
 
 
-def _group_by_parameter(found: Survey) -> dict[str, int]:
+def _group_by_parameter(result: Survey) -> dict[str, int]:
     """Return the number of the param group of each trained parameter."""
-    if found.universal is not None:
-        return {name: g for g, group in enumerate(found.universal.facts.groups) for name in group.members}
-    optim = found.optim
-    shapes = _matching_shapes(found.model, optim) if optim is not None else ()
+    if result.universal is not None:
+        return {name: g for g, group in enumerate(result.universal.facts.groups) for name in group.members}
+    optim = result.optim
+    shapes = _matching_shapes(result.model, optim) if optim is not None else ()
     if optim is None or not shapes:
         return {}
     pairs = [(name, g) for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]]

@@ -310,8 +310,8 @@ def _copy_number(layer: int, key: str, tied: set[int], stages: Sequence[ModelSta
     """Return which copy of a tied module a layer's file has: its stage's index among the stages with the module.
 
     The layer must lie after the previous stages' layers and before the next stages'. If several stages qualify, take
-    the first for which no other `tied` layer (a layer that is, or may be, of the module) qualifies. A stage's second
-    file gets the next copy number.
+    the first for which no other `tied` layer (one that is, or may be, of the module) does. A second file is the next
+    copy.
     """
     names = [{*stage.trainable, *stage.frozen_shapes, *stage.buffer_names} for stage in stages]
     layers = [{number for number in map(layer_of, of_stage) if number is not None} for of_stage in names]

@@ -119,6 +119,7 @@ def read_optim_states(path: str, stem: str) -> OptimStates:
 def _flat_groups(
     path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
 ) -> OptimStates:
+    """Return the header of a file of stage 1 or 2 or of BF16_Optimizer."""
     fp32 = _tensors(path, "single_partition_of_fp32_groups", entries["single_partition_of_fp32_groups"])
     base = entries.get("base_optimizer_state")
     elastic = isinstance(base, list)
@@ -162,6 +163,7 @@ def _flat_groups(
 def sub_groups(
     path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
 ) -> OptimStates:
+    """Return the header of a stage-3 file, whose flat buffers are sub-groups."""
     fp32 = _tensors(path, "fp32_flat_groups", entries["fp32_flat_groups"])
     states, groups, members = torch_state(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
     if sorted(number for m in members for number in m) != list(range(len(fp32))):
@@ -361,7 +363,7 @@ _STAGES: Mapping[object, int] = {"optimizer_states": 1, "gradients": 2, "weights
 
 
 def read_stage(path: str, value: object) -> int:
-    """Return the stage, saved as a number, as `ZeroStageEnum(number)`, or by name by Python 3.11.0 to 3.11.3."""
+    """Return the ZeRO stage from a number, `ZeroStageEnum(number)`, or its name (Python 3.11.0 to 3.11.3)."""
     if isinstance(value, ObjectRecord):
         by_name = len(value.args) == 2 and str(value.args[0]).endswith(".ZeroStageEnum")
         value = _STAGES.get(value.args[1]) if by_name else value.args[0] if len(value.args) == 1 else value

@@ -358,15 +358,15 @@ def _merge_models(
     stages: Sequence[ModelStates],
     module: Module,
     shapes: Sequence[dict[str, Shape]],
-    groups: Sequence[int],
+    group_counts: Sequence[int],
     faults: list[Fault],
 ) -> ModelStates:
-    """Merge the model files of all stages into one, with the param groups of each stage: `groups` counts these."""
+    """Merge the model files of all stages into one; `group_counts` is the number of param groups of each stage."""
     first, entries = stages[0], dict(stages[0].entries)
     schedulers = [stage.entries.get(SCHEDULER) for stage in stages]
     scheduler_dicts = [state for state in schedulers if isinstance(state, dict)]
     if len(stages) > 1 and len(scheduler_dicts) == len(schedulers):
-        entries[SCHEDULER], differing = join_states(scheduler_dicts, groups)
+        entries[SCHEDULER], differing = join_states(scheduler_dicts, group_counts)
         what = "the schedulers of two stages have different values of {}"
         faults += [damaged(first.path, what.format(key), "one", "two") for key in differing]
     return replace(
@@ -403,8 +403,7 @@ def _checkpoint_of_rank(rank: _RankFiles) -> ZeroCheckpoint:
 def _merge_tp(listing: Listing, tp: TpRank, ranks: Sequence[_RankFiles], faults: list[Fault]) -> ZeroCheckpoint | None:
     """Merge the files of all tensor-parallel ranks into one checkpoint of whole tensors; None if there are faults.
 
-    A split tensor lies in the parts that `tensor_parallel` finds. All ranks have a copy of any other; the first's
-    counts.
+    A split tensor lies in the parts that `tensor_parallel` finds. All ranks have a copy of any other: the first counts.
     """
     models, optims = [rank.model for rank in ranks], [rank.optim for rank in ranks if rank.optim is not None]
     faults += _strided_faults(ranks[0].grid, models)
@@ -657,8 +656,8 @@ def _merge_tp_models(models: Sequence[ModelStates], splits: Mapping[str, TensorS
     groups = tuple({name: splits[name].shape for name in merge_orders(of_buffer)} for of_buffer in buffers_of)
     buffers = frozenset(name for model in models for name in model.buffer_names)
     frozen = {
-        name: division.shape
-        for name, division in splits.items()
+        name: split.shape
+        for name, split in splits.items()
         if first.shared.get(name, name) not in trained and name not in buffers and name not in first.shared
     }
     return replace(

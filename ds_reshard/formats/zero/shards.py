@@ -56,9 +56,9 @@ def compare_signatures(signatures: Mapping[str, Mapping[str, str]], folder: str,
 
 
 def _difference_fault(path: str, first: str, key: str, value: str, other_value: str) -> Fault:
-    """Return the fault that two files differ: a step belongs to one save, another state may be kept per rank."""
+    """Return the fault that `key` differs between two files: an optimizer may keep states per rank, but one step."""
     if key.startswith(STATE):
-        what = f"{key} differs from {first}: the optimizer keeps it per rank, or the files are of two saves"
+        what = f"{key} is not as in {first}: the optimizer keeps it per rank, or the files are of two saves"
         mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
         return UnsupportedLayout.fault(path, what, value, other_value, mend=mend)
     what = f"is of another step or run than {first}: {key} differs"
@@ -211,6 +211,7 @@ class ZeroShards:
         return {**extents, **self.stage0.get(shard, {})}
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
+        """Return the buffers of one optimizer file, checked against the column's flat buffers."""
         checkpoint, first, name = self.checkpoint, column.first, column.files[shard]
         path = checkpoint.listing.path(name)
         optim = first if path == first.path else checkpoint.listing.read(name, read_optim_states)

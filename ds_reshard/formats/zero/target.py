@@ -103,8 +103,7 @@ class Saving:
     """Content as a run of DeepSpeed saves it, and what the files say of that run beside tensors.
 
     Content of DeepSpeed files keeps their configuration, version and loss scale. `source_shards` are such files if they
-    are rewritten, with entries that no content has. `data_first` is the order of ranks with the same experts, or as
-    saved.
+    are rewritten, with entries that no content has. `data_first` is the order of ranks with the same experts.
     """
 
     content: Content
@@ -170,9 +169,9 @@ class Saving:
             return known_splits(self.source_shards.checkpoint)
         shapes = {name: t.shape for name, t in self.content.weights.items() if name not in self.content.buffers}
         evidence = evidence_of(self.source.model)._replace(info={}) if self.source is not None else SplitEvidence()
-        return Splits(self.content.folder, shapes, self._divided() if self.source is not None else {}, evidence)
+        return Splits(self.content.folder, shapes, self._saved_splits() if self.source is not None else {}, evidence)
 
-    def _divided(self) -> dict[str, TensorSplit]:
+    def _saved_splits(self) -> dict[str, TensorSplit]:
         """Return how the saving ranks split tensors, and patterns' splits of whole tensors that no rule matches."""
         assert self.source is not None
         with use_rules(()):  # the user's rules are for the names in the content
@@ -374,6 +373,7 @@ class OptimizerTarget:
         ]
 
     def _flat(self, rank: int) -> dict[str, object]:
+        """Return the entries of one rank's file at stages 1 and 2."""
         kept = self.saving.scaling
         paddings = [flat.partition_numel - self.used(flat, rank) for flat in self.buffers]
         if self.kind == "bf16":  # the last rank saves the whole padding (`group_paddings` in bf16_optimizer.py)

@@ -135,6 +135,7 @@ def find_splits(
 
 
 def _rule_split(rule: Rule, shards: Sequence[Shape], evidence: str) -> TensorSplit:
+    """Return the split by a rule; raises UnknownSplit if the shards' shapes contradict it."""
     if rule.replicated:
         return replicated_split(shards, evidence, owner=rule.owner)
     ndims, dim = {len(shape) for shape in shards}, rule.dim
@@ -192,7 +193,7 @@ def split_by_widths(
 
 
 def resplit(split: TensorSplit, shape: Shape, tp: int) -> TensorSplit:
-    """Return how `tp` ranks split a whole parameter of this shape who cut it as `split` does, each piece evenly.
+    """Return the split of a whole parameter of this shape over `tp` ranks as `split` does it: each piece evenly.
 
     A vocabulary gets as many padding rows as an even cut needs. If a single piece is not even, the first ranks have one
     more, as DeepSpeed cuts what is not cut by heads (`get_shard_size`, module_inject/tp_shard.py, 0.19.8): a run that
@@ -443,6 +444,7 @@ def _affine_split(entry: object, shards: Sequence[Shape]) -> TensorSplit:
 
 
 def _parts_of_piece(piece: object, shape: Shape, shard: Shape) -> Iterator[Part]:
+    """Yield the parts of one piece of an affine map."""
     if not isinstance(piece, Mapping):
         raise UnknownSplit("its affine map is malformed", "a block", repr(piece)[:80])
     size = _numbers(piece.get("shape"))

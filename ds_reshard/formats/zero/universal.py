@@ -412,17 +412,17 @@ class _Reading:
         return {kind: file for kind, file in files.items() if file is not None and (file.tensor is None) == single}
 
     def scalars(self) -> dict[str, dict[str, Scalar]]:
-        """Return each parameter's states with a single value."""
+        """Return each parameter's scalar states."""
         scalar_files = self.kinds(single=True)
         buffers = zip(self.model.param_shapes or (), self.common.scalars, strict=True)
-        found = {name: dict(embedded) for shapes, embedded in buffers for name in shapes}
+        values = {name: dict(embedded) for shapes, embedded in buffers for name in shapes}
         cache: dict[bytes, StateFile] = {}
         for name, source in self.sources():
             for kind in scalar_files.keys() & self.files[source].keys():
                 with collected(self.faults):
                     file = read_value(self.listing.path(state_file(source, kind)), kind, cache)
-                    found[name][kind] = file.scalar
-        return found
+                    values[name][kind] = file.scalar
+        return values
 
     def placements(self) -> Iterator[Placement]:
         """Yield each tensor's placement: its file is a family of one shard; the state's first file has the type."""

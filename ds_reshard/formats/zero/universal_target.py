@@ -179,6 +179,7 @@ def _bare_model(model: ModelTarget, split_entry: Mapping[str, object]) -> object
 
 
 def _optimizer_state(saving: Saving, order: list[dict[str, tuple[int, ...]]], step: Scalar) -> object:
+    """Return the object in `zero/optimizer_state.pt`."""
     groups = [
         {**(group.hyperparameters or {}), "params": list(members)}
         for group, members in zip(saving.groups, order, strict=True)
