@@ -63,6 +63,18 @@ def test_none_of_what_is_trained_is_an_error_and_some_is_a_warning(worlds: Any, 
         assert told.get("error") == "ModelMismatch" and "has 0 of the 4" in told["text"]
 
 
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 2), Run(3, 1)), (Run(0, 1), Run(0, 1)), (Run(1, 1), Run(1, 1))])
+def test_what_a_loose_load_leaves_in_the_checkpoint_is_named(
+    worlds: Any, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """As what stays as it is in the run; whoever loads."""
+    worlds[source.dp].run("wrapped_jobs.save", run=source, wrapper="headed", folder=str(tmp_path))
+    asked = {"run": target, "wrapper": "two second", "folder": str(tmp_path), "names": None}
+    (told,) = worlds[target.dp].run("wrapped_jobs.load", **asked, **LOOSE)
+    (line,) = [line for line in told["lines"] if "left out" in line]
+    assert "has 2 parameters that this run's model has not, and they are left out: head.bias, head.weight" in line
+
+
 @pytest.mark.parametrize(
     "names",
     [

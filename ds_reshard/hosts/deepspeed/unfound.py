@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -56,6 +56,8 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
     shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.is_responsible_for(name)}
     saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
     if run.keys() <= set(saved):
+        if not strict:
+            _warn_of_left_over(model, checkpoint, shapes)
         return
     names = patterns(saved, run)
     trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
@@ -80,6 +82,17 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
     if not rank() and not strict:
         text = f"{what}; these keep their values: {shown} (only in the checkpoint: {unused_text})"
         logger.warning("%s %s; %s", checkpoint.listing.folder, text, mend)
+
+
+def _warn_of_left_over(model: LiveModel, checkpoint: AnyCheckpoint, shapes: Collection[str]) -> None:
+    """Name on rank 0 the parameters of the checkpoint that a load which is not strict passes over."""
+    saved = checkpoint.model
+    parameters = {*saved.trainable, *saved.frozen_shapes} or saved.module.keys() - saved.buffer_names
+    left = sorted(name for name in parameters if name in shapes and name not in model.keys)
+    if left and not rank():
+        what = "has %d parameters that this run's model has not, and they are left out: %s"
+        shown = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
+        logger.warning(f"%s {what}", checkpoint.listing.folder, len(left), shown)
 
 
 @dataclass(frozen=True, slots=True)
