@@ -506,10 +506,14 @@ def shortest_decimal(at: Callable[[float], float], rate: float) -> float | None:
 
 
 def adopt_configuration(scheduler: object, other: object) -> None:
-    """Configure one of DeepSpeed's schedulers as another of its class is."""
+    """Configure one of DeepSpeed's schedulers as another of its class is; a method of the other becomes its own.
+
+    LRRangeTest keeps the method that counts its steps (`interval_fn`, runtime/lr_schedules.py, 0.19.8).
+    """
     for name, value in vars(other).items():
         if name not in ("optimizer", "last_batch_iteration", "_last_lr"):
-            setattr(scheduler, name, value)
+            own = inspect.ismethod(value) and value.__self__ is other
+            setattr(scheduler, name, getattr(scheduler, value.__name__) if own else value)
 
 
 _KEYS = {"clock": CLOCKS, "position": UNITS}

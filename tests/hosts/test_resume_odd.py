@@ -54,6 +54,31 @@ def test_a_saved_json_that_does_not_describe_what_ran_is_refused(worlds: Any, ke
     assert third[0]["error"] == "UnsupportedLayout" and "other rates" in third[0]["text"]
 
 
+OF_DEEPSPEED = {
+    "LRRangeTest": lambda lr: {"lr_range_test_min_lr": lr, "lr_range_test_step_size": 3},
+    "OneCycle": lambda lr: {"cycle_min_lr": lr / 10, "cycle_max_lr": lr, "cycle_first_step_size": 6},
+    "WarmupLR": lambda lr: {"warmup_max_lr": lr, "warmup_num_steps": 20},
+    "WarmupDecayLR": lambda lr: {"warmup_max_lr": lr, "warmup_num_steps": 2, "total_num_steps": 20},
+    "WarmupCosineLR": lambda lr: {"warmup_num_steps": 2, "total_num_steps": 20},
+}
+
+
+@pytest.mark.parametrize("kind", OF_DEEPSPEED)
+@pytest.mark.parametrize("policy", ["checkpoint", "override"])
+def test_each_update_after_a_load_has_the_rate_of_its_policy(worlds: Any, kept: Any, kind: str, policy: str) -> None:
+    """LRRangeTest took over a method of the scheduler that was built to compare with, and stood still."""
+    first, then = (
+        Setup(run=Run(1, 1), json=True, lr=lr, scheduler=(kind, OF_DEEPSPEED[kind](lr))) for lr in (0.01, 0.3)
+    )
+    folder, _ = kept(first)
+    (loaded,) = resume(worlds, then.but(policy={"scheduler": policy}), folder)
+    assert loaded["error"] is None, loaded.get("text")
+    expected = rates(uninterrupted(worlds, first if policy == "checkpoint" else then), ("lr",))
+    found = rates(loaded["rates"], ("lr",))
+    assert len({str(step) for step in expected}) == 3
+    assert found == [[{"lr": pytest.approx(group["lr"], rel=1e-12)} for group in step] for step in expected]
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_weights_alone_survive_the_first_step(worlds: Any, kept: Any, stage: int) -> None:
     """At stage 0 in bf16 DeepSpeed steps on masters of its own, which a load of weights alone leaves as they were."""
