@@ -11,15 +11,18 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard import hosts
-from ds_reshard.containers.pickle_rules import trust_in
+from ds_reshard.containers import folders
+from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, trust_in
+from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.formats.zero.names import OPTIMIZER_FILES
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.operations.pickles import refuse_unsafe_folder
-from ds_reshard.operations.ranks import run_on_all
+from ds_reshard.operations.ranks import attempt, run_on_all
 from ds_reshard.resume.policy_sources import no_resume, policy_beside, refuse_unapplied
 from ds_reshard.resume.schedulers import refuse_unseen
 
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 
+STATE = "trainer_state.json"
 ARGUMENTS = "training_args.bin"
 """The Trainer writes it and never reads it (trainer.py, 4.30 to 5.23): a class of the script's own harms nothing."""
 
@@ -41,6 +45,7 @@ def train(call: Call) -> object:
         refuse_unsafe_checkpoint(trainer, folder)
         refuse_policy(_config(trainer))
         warn_of_counters(trainer, folder)
+        attempt(lambda: warn_of_data(trainer, folder))  # advice, which no odd Trainer or file is to fail by
     return call()
 
 
@@ -103,6 +108,45 @@ def warn_of_counters(trainer: Trainer, wanted: str) -> None:
         flags = ", ".join(policy.asked[key] for key in ("finetune", "iteration") if key in policy.asked)
         what = "%s: the Trainer goes on with the steps and at the place in the data that trainer_state.json of %s tells"
         logger.warning(f"{what}; max_steps and num_train_epochs count from its beginning", flags, wanted)
+
+
+def warn_of_data(trainer: Trainer, folder: str) -> None:
+    """Say on rank 0 that an update has other samples than in the saving run: the Trainer counts updates in its data.
+
+    It passes over `global_step` updates of this run's batches (`_inner_training_loop` of trainer.py, 4.30 to 5.24), and
+    its state tells neither the number of processes nor the accumulation: the files of random states and the arguments
+    do. Nothing is said where these are not there, or where processes share samples.
+    """
+    arguments = trainer.args
+    if not trainer.is_world_process_zero() or getattr(trainer.accelerator, "parallelism_config", None) is not None:
+        return
+    found = _saved_update(folder)
+    now = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    if found is None or found[1] == now or arguments.ignore_data_skip:
+        return
+    steps, then = found
+    logger.warning(
+        "%s counts %d updates of %d samples, and an update of this run has %d: the Trainer goes on at sample %d of its "
+        "data, and not at %d, and each epoch has another number of updates; keep it (per_device_train_batch_size x "
+        "gradient_accumulation_steps x processes = %d), or set ignore_data_skip, and change rate and max_steps",
+        *(os.path.join(folder, STATE), steps, then, now, steps * now, steps * then, then),
+    )
+
+
+def _saved_update(folder: str) -> tuple[int, int] | None:
+    """The updates that a Trainer had made when it saved, and the samples of each; None where no file tells."""
+    names = folders.names(folder)
+    processes = sum(bool(re.fullmatch(r"rng_state(_\d+)?\.pth", name)) for name in names)
+    state = folders.read_json(os.path.join(folder, STATE)) if STATE in names else None
+    if not processes or not isinstance(state, Mapping) or ARGUMENTS not in names:
+        return None
+    with in_force(ALLOW_ALL), open_archive(os.path.join(folder, ARGUMENTS)) as archive:  # as records: nothing runs
+        saved = getattr(archive.load(), "state", None)
+    told = state.get("global_step"), state.get("train_batch_size"), (saved or {}).get("gradient_accumulation_steps")
+    if not all(isinstance(one, int) for one in told):
+        return None
+    steps, batch, accumulation = cast("tuple[int, int, int]", told)
+    return steps, batch * accumulation * processes
 
 
 def refuse_unseen_schedule(trainer: Trainer) -> None:

@@ -80,3 +80,16 @@ def test_the_best_checkpoint_of_the_run_before_is_loaded_at_the_end(
     assert second["best"] == best and second["rates"], "it trained on"
     for name, value in first["weights"].items():
         assert torch.equal(second["weights"][name], value), name
+
+
+def test_a_count_of_updates_of_other_samples_is_told(worlds: Any, tmp_path: Path) -> None:
+    """By the files of another number of processes: the Trainer passes over as many updates of this run's batches."""
+    worlds[2].run("unsafe_jobs.trainer_save", folder=str(tmp_path))
+    asked = {"folder": str(tmp_path / "again"), "wanted": str(tmp_path / "checkpoint-2")}
+    (told,) = worlds[1].run("unsafe_jobs.trainer_data", accumulation=1, **asked)
+    assert len(told) == 1 and "counts 2 updates of 4 samples, and an update of this run has 2" in told[0]
+    assert "goes on at sample 4 of its data, and not at 8" in told[0] and "x processes = 4)" in told[0]
+    assert worlds[1].run("unsafe_jobs.trainer_data", accumulation=2, **asked) == [[]]
+    first, second = worlds[2].run("unsafe_jobs.trainer_data", accumulation=2, **asked)
+    assert "an update of this run has 8: the Trainer goes on at sample 16" in first[0] and second == []
+    assert worlds[2].run("unsafe_jobs.trainer_data", accumulation=1, **asked) == [[], []]

@@ -13,6 +13,7 @@ import late_jobs
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from logs import heard
 
 
 def _told(work: Callable[[], object]) -> tuple[str, str]:
@@ -123,7 +124,9 @@ def accelerate_deepspeed(late: Any, folder: str) -> dict[str, Any]:
     return late_jobs.resume(late, folder)
 
 
-def _trainer(folder: str, safe: bool, resume_from: str | bool | None, deepspeed: dict[str, Any] | None) -> Any:
+def _trainer(
+    folder: str, safe: bool, resume_from: str | bool | None, deepspeed: dict[str, Any] | None, accumulation: int = 1
+) -> Any:
     from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -136,6 +139,7 @@ def _trainer(folder: str, safe: bool, resume_from: str | bool | None, deepspeed:
             max_steps=4 if resume_from is None else 6,
             save_steps=2,
             per_device_train_batch_size=2,
+            gradient_accumulation_steps=accumulation,
             report_to=[],
             disable_tqdm=True,
             dataloader_pin_memory=False,
@@ -172,6 +176,15 @@ def trainer_resume(folder: str, wanted: str | bool, deepspeed: dict[str, Any] | 
         for host in hooks:
             stack.enter_context(ds_reshard.install(host))
         return _told(lambda: _trainer(folder, True, wanted, deepspeed))
+
+
+def trainer_data(folder: str, wanted: str, accumulation: int) -> list[str]:
+    """What a Trainer without DeepSpeed is told of its place in the data."""
+    import ds_reshard
+
+    with ds_reshard.install("transformers"), heard() as lines:
+        _trainer(folder, True, wanted, None, accumulation)
+    return [str(line) for line in lines if "samples" in str(line)]
 
 
 def trainer_resume_of_old(wanted: str) -> tuple[str, str]:
