@@ -202,7 +202,7 @@ REFUSED = {
         "UnsupportedLayout",
         "numbers its ranks differently",
     ),
-    "a tied copy of another shape": (PIPE, changed(MODEL, reshape), "CheckpointDamaged", "of another shape"),
+    "a tied copy of another shape": (PIPE, changed(MODEL, reshape), "CheckpointDamaged", "in another shape"),
     "a tied master with another value": (
         PIPE,
         of_stage(TIED, "fp32", 3.0),
