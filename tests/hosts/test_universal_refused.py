@@ -102,7 +102,12 @@ STRUCTURAL = {
     ),
     "another type": (Run(1, 2), rewrite(f"{FIRST}/exp_avg.pt", double), "CheckpointDamaged", ["type", "float64"]),
     "pickle that calls os.system": (Run(1, 2), evil(f"{FIRST}/fp32.pt"), "UnsafePickle", ["system"]),
-    "weight in the master's place": (Run(1, 2), weight_for_master, "CheckpointDamaged", ["is not the master", "shards"]),
+    "weight in the master's place": (
+        Run(1, 2),
+        weight_for_master,
+        "CheckpointDamaged",
+        ["is not the master", "shards"],
+    ),
     "model file of a rank missing": (
         Run(3, 2),
         remove("zero_pp_rank_1_mp_rank_00_model_states.pt"),

@@ -75,14 +75,14 @@ class GridColumn:
     """Optimizer files whose flat buffers are cut together: shard `begin + i` of `family` is the file `files[i]`.
 
     `buffers` are the flat buffers in these files, under the parameters' names in the whole model. `copies` has this
-    column's copy number of each parameter that an earlier column has too. `first` is the first file's header. Columns
+    column's copy number of each parameter that an earlier column has too. `head` is the first file's header. Columns
     with parts of the same tensors share a family: `number` counts them, and `begin` is this one's first shard.
     """
 
     family: str
     files: tuple[str, ...]
     buffers: tuple[FlatBuffer, ...]
-    first: OptimStates
+    head: OptimStates
     copies: Mapping[str, int] = field(default_factory=dict)
     begin: int = 0
     number: int = 0
@@ -93,7 +93,7 @@ class GridColumn:
 
     def placements(self) -> Iterator[Placement]:
         for buffer in self.buffers:
-            partition = self.first.partitions[buffer.number]
+            partition = self.head.partitions[buffer.number]
             full_dtypes = {kind: partition.full_states[kind].dtype for kind in sorted(partition.full_param_kinds)}
             if full_dtypes:
                 yield from buffer.momentum_placements(self.family, full_dtypes)

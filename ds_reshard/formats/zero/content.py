@@ -161,18 +161,18 @@ def _state_faults(content: Content) -> Iterator[Fault]:
     """Yield a fault for each state that is not an fp32 tensor of its weight's shape."""
     weights = content.weights
     for name, states in content.trained.items():
-        for kind, held in states.items():
-            if name not in weights or held.shape != weights[name].shape:
+        for kind, tensor in states.items():
+            if name not in weights or tensor.shape != weights[name].shape:
                 what = "has another shape than its weight"
                 mend = "save model and optimizer together; ZeRO cannot hold other shapes"
                 if name not in weights:
                     what = "is a state of a parameter whose weight was not saved"
                     mend = "save it by get_state_dict of torch, beside the whole model's weights, under the same names"
                 yield _fault(f"{name}[{kind}]", what, mend)
-            elif held.dtype is not ElementType.FLOAT32:
+            elif tensor.dtype is not ElementType.FLOAT32:
                 mend = "train on fp32 parameters (MixedPrecisionPolicy(param_dtype=...)), or load it "
                 mend += "through ds_reshard.dcp.Reader"
-                what = f"is {held.dtype.label}, and DeepSpeed keeps fp32 masters and states"
+                what = f"is {tensor.dtype.label}, and DeepSpeed keeps fp32 masters and states"
                 yield _fault(f"{name}[{kind}]", what, mend)
 
 
@@ -185,8 +185,8 @@ def first_names(model: ModelStates) -> dict[str, str]:
     first_by_place: dict[tuple[object, ...], str] = {}
     names = {}
     for name, tensor in model.module.items():
-        place = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
-        first = first_by_place.setdefault(place, name) if tensor.numel else name
+        location = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape, tensor.stride)
+        first = first_by_place.setdefault(location, name) if tensor.numel else name
         owner = model.shared.get(name, first)
         names[name] = owner if owner in model.module else first
     return names

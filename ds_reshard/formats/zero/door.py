@@ -355,56 +355,56 @@ def _steps(result: Survey) -> Iterator[Fault]:
                 )
 
 
-def _target(saving: Saving, asked: ConversionRequest, like: Checkpoint | None) -> Target:
+def _target(saving: Saving, request: ConversionRequest, like: Checkpoint | None) -> Target:
     """Return the target that a request asks for, with sizes from `like` if it has them; raises ConfigError."""
-    if asked.to == UNIVERSAL:
+    if request.to == UNIVERSAL:
         return universal_target(saving)
-    if asked.ep not in (None, 1) and not any(expert_of(name) is not None for name in saving.trained):
-        raise ConfigError(f"--ep {asked.ep}: no parameter is an expert of deepspeed.moe; leave it out")
+    if request.ep not in (None, 1) and not any(expert_of(name) is not None for name in saving.trained):
+        raise ConfigError(f"--ep {request.ep}: no parameter is an expert of deepspeed.moe; leave it out")
     run = like.zero if isinstance(like, OpenedZero) else None
-    dp = asked.dp or (run.dp if run is not None else saving.dp)
+    dp = request.dp or (run.dp if run is not None else saving.dp)
     if run is not None and run.listing.experts:
         like = run = None  # its param groups were taken already
-    if (like is not None and run is None) or asked.pp not in (None, run.grid.pp if run is not None else 1):
+    if (like is not None and run is None) or request.pp not in (None, run.grid.pp if run is not None else 1):
         what = "no file says which layers the new run's stages have; give a DeepSpeed folder that such a run has saved"
-        raise ConfigError(f"--pp {asked.pp or ''}: {what}: --like DIR")
-    tp = asked.tp or (run.grid.tp if run is not None else 1)
+        raise ConfigError(f"--pp {request.pp or ''}: {what}: --like DIR")
+    tp = request.tp or (run.grid.tp if run is not None else 1)
     if run is not None and run.grid.tp not in (1, tp):
         raise ConfigError(f"--tp {tp}: --like shows {run.grid.tp} tensor-parallel ranks; leave out --tp, or --like")
-    return zero_target(saving, asked.to, dp, tp=tp, like=run, sub_group=asked.sub_group_size)
+    return zero_target(saving, request.to, dp, tp=tp, like=run, sub_group=request.sub_group_size)
 
 
-def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
+def _write(content: Content, request: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
     """Return any content as DeepSpeed's files."""
-    subject = f"converting {content.folder} to {asked.to}"
-    if asked.dp is None and like is None and asked.to in FORMATS and content.ranks is None:
+    subject = f"converting {content.folder} to {request.to}"
+    if request.dp is None and like is None and request.to in FORMATS and content.ranks is None:
         raise ConfigError(
             f"--dp: no file of {content.folder} says how many ranks saved it; give the new run's number: --dp N"
         )
     raise_faults([*faults, *content.faults], subject=subject)
     raise_faults([unnamed_optimizer_fault(content.folder, 0)] if content.facts is None else [], subject=subject)
-    raise_faults([*optimizer_faults(content), *_unsupported_expert_faults(content, asked.to)], subject=subject)
+    raise_faults([*optimizer_faults(content), *_unsupported_expert_faults(content, request.to)], subject=subject)
     run = like.zero if isinstance(like, OpenedZero) and like.zero.listing.experts else None
-    content = _with_expert_groups(content, asked, run, subject)
+    content = _with_expert_groups(content, request, run, subject)
     data_first = bool(run.model.config.get(DATA_FIRST)) if run is not None else None
     saving = Saving(content=content, data_first=data_first)
-    stages = saving.layers is not None and asked.to in ("zero1", "bf16") and like is None
+    stages = saving.layers is not None and request.to in ("zero1", "bf16") and like is None
     raise_faults(list(_stage_faults(saving)) if stages else [], subject=subject)
-    target = _target(saving, asked, like)
-    notes = (*([_ONE_STAGE] if stages else ()), *_frozen_note(saving, asked), *_scale_note(saving, asked))
+    target = _target(saving, request, like)
+    notes = (*([_ONE_STAGE] if stages else ()), *_frozen_note(saving, request), *_scale_note(saving, request))
     return replace(target, notes=(*target.notes, *notes, *_content_notes(content)))
 
 
 def _with_expert_groups(
-    content: Content, asked: ConversionRequest, run: ZeroCheckpoint | None, subject: str
+    content: Content, request: ConversionRequest, run: ZeroCheckpoint | None, subject: str
 ) -> Content:
     """Return the content with the new run's param groups of experts."""
     sizes = {run.dp // column.dp for column in run.columns} - {1} or {1} if run is not None else set()
-    if asked.ep is not None and sizes and sizes != {asked.ep}:
-        raise ConfigError(f"--ep {asked.ep}: --like shows {', '.join(map(str, sorted(sizes)))}; leave one of them out")
-    regrouped, faults = groups_for_ep(content, asked.ep, run)
+    if request.ep is not None and sizes and sizes != {request.ep}:
+        raise ConfigError(f"--ep {request.ep}: --like shows {', '.join(map(str, sorted(sizes)))}; leave one out")
+    regrouped, faults = groups_for_ep(content, request.ep, run)
     raise_faults(faults, subject=subject)
-    dp, groups = asked.dp or (run.dp if run is not None else content.ranks) or 1, regrouped.facts
+    dp, groups = request.dp or (run.dp if run is not None else content.ranks) or 1, regrouped.facts
     for ep in {ep_of(group) for group in groups.groups} if groups is not None else ():
         if dp % ep:
             raise ConfigError(f"--ep {ep}: {dp} data-parallel ranks are not a multiple of it; give one: --dp N")
@@ -414,16 +414,16 @@ def _with_expert_groups(
 _ONE_STAGE = "the files are those of a PipelineModule of one stage; give --names for those of a plain module"
 
 
-def _scale_note(saving: Saving, asked: ConversionRequest) -> Iterator[str]:
+def _scale_note(saving: Saving, request: ConversionRequest) -> Iterator[str]:
     """Note what stage 3 does to an fp16 run: it takes over any loss scale that it finds, and stops without one."""
-    if asked.to == "zero3" and "loss_scaler" not in saving.scaling:
+    if request.to == "zero3" and "loss_scaler" not in saving.scaling:
         yield (
             "no loss scale was saved, and 1 is written: an fp16 run at stage 3 continues unscaled if DeepSpeed "
             "alone loads it. --to zero2, or import ds_reshard.auto in the run, keeps the run's scale"
         )
 
 
-def _frozen_note(saving: Saving, asked: ConversionRequest) -> Iterator[str]:
+def _frozen_note(saving: Saving, request: ConversionRequest) -> Iterator[str]:
     """Note that no file says whether some weights are frozen parameters or buffers, which stage 3 tells apart.
 
     Tried with DeepSpeed 0.19.8: its stages 1 and 2 load either from the whole tensor in the module. Its stage 3 wants a
@@ -431,7 +431,7 @@ def _frozen_note(saving: Saving, asked: ConversionRequest) -> Iterator[str]:
     `load_module_state_dict` (engine.py), so no file is right for both. It never goes wrong silently.
     """
     names = sorted(saving.frozen)
-    if asked.to == "zero3" and names:
+    if request.to == "zero3" and names:
         yield (
             f"in no param group, and written as frozen parameters: {', '.join(names[:8])}"
             f"{f' and {len(names) - 8} others' if len(names) > 8 else ''}. If one is a buffer of the module, "

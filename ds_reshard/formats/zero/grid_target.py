@@ -183,13 +183,13 @@ def _target_stages(saving: Saving, like: ZeroCheckpoint | None, kind: str) -> tu
     tied = [f"^{re.escape(name)}$" for name in like.stages[0].trainable if tied_key(name) is not None]
     stages, begin = list[_Stage](), 0
     for number, (column, stage) in enumerate(zip(like.columns, like.stages, strict=False)):
-        members = [[name for flat in flats for name in like_groups[begin + flat]] for flats in column.first.members]
+        members = [[name for flat in flats for name in like_groups[begin + flat]] for flats in column.head.members]
         begin += len(column.buffers)
         for names in members:
             other = next((name for name in names if texts[group_of[name]] != texts[group_of[names[0]]]), None)
             if other is not None:
-                what, said = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
-                faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, said, "others", mend=AS_SAVED))
+                what, same = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
+                faults.append(UnsupportedLayout.fault(f"{stage.path}: {other}", what, same, "others", mend=AS_SAVED))
         order = [group_of[names[0]] for names in members]
         moved, unknown = reorder_groups(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, where) for entry in unknown]

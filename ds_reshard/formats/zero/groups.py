@@ -43,7 +43,7 @@ def merge_stage_groups(zero: ZeroCheckpoint) -> ZeroCheckpoint:
     counts: dict[str, set[int]] = {}
     number = 0
     for column in (column for column in zero.columns if not column.number):
-        texts = [canonical(dict(group)) for group in column.first.groups or ()]
+        texts = [canonical(dict(group)) for group in column.head.groups or ()]
         for index, text in enumerate(texts):
             numbers_by_text.setdefault((text, texts[:index].count(text)), []).append(number)
             counts.setdefault(text, set()).add(texts.count(text))
@@ -195,8 +195,8 @@ def _uneven_expert_faults(content: Content, group: LocalGroup) -> Iterator[Fault
     for prefix in dict.fromkeys(of[0] for of in map(expert_of, group.members) if of is not None):
         if totals.get(prefix, 0) % group.ep:
             what = "is a layer whose experts cannot be shared evenly by so many ranks"
-            said = (f"a divisor of {totals[prefix]}", f"{group.ep}")
-            yield UnsupportedLayout.fault(prefix.rstrip("."), what, *said, mend="another expert-parallel size: --ep")
+            counts = (f"a divisor of {totals[prefix]}", f"{group.ep}")
+            yield UnsupportedLayout.fault(prefix.rstrip("."), what, *counts, mend="another expert-parallel size: --ep")
 
 
 def _other_parameter_faults(content: Content, groups: Sequence[GroupFacts], where: str) -> Iterator[Fault]:

@@ -212,7 +212,7 @@ def _read_rank(
             family = f"{OPTIM} of stage {number}" if is_pipeline else OPTIM
             of_stage = _optimizer_columns(listing.column(numbers[number]), grid, stage, module, family, rank_faults)
             columns.append([replace(column, copies=copies[number]) for column in of_stage])
-    first_optims = [column.first for stage_columns in columns for column in stage_columns[:1]]
+    first_optims = [column.head for stage_columns in columns for column in stage_columns[:1]]
     rank_faults += compare_heads(stages, first_optims, listing.folder, states=False) if is_pipeline else ()
     faults += rank_faults
     if rank_faults:
@@ -285,7 +285,7 @@ def _optimizer_columns(
             files = tuple(listing.optim.get(rank, "") for rank in ranks)
             buffers = flat_buffers(head, shapes, len(files), first_shard) if not head_faults else ()
             columns.append(
-                GridColumn(family=label, files=files, buffers=buffers, first=head, begin=first_shard, number=ep_rank)
+                GridColumn(family=label, files=files, buffers=buffers, head=head, begin=first_shard, number=ep_rank)
             )
     return columns
 
@@ -330,21 +330,21 @@ def _merge_optimizers(
     Buffers and param groups follow one another stage by stage. A buffer of experts is listed once for each
     expert-parallel rank, in one param group. An AutoEP parameter has all experts, and its buffer is listed once.
     """
-    first, autoep = stages[0][0].first, module.autoep
+    first, autoep = stages[0][0].head, module.autoep
     shapes: list[dict[str, Shape]] = []
     partitions: list[Partition] = []
     counts: list[int] = []
     members: list[tuple[int, ...]] = []
-    groups = [column.first.groups for (column, *_) in stages]
+    groups = [column.head.groups for (column, *_) in stages]
     for columns in stages:
         positions: dict[int, list[int]] = {}
         pairs = [(buffer, column) for column in columns for buffer in column.buffers if not (autoep and column.number)]
         for buffer, column in sorted(pairs, key=lambda one: one[0].number):
             positions.setdefault(buffer.number, []).append(len(partitions))
-            partitions.append(column.first.partitions[buffer.number])
-            counts.append(column.first.counts[buffer.number])
+            partitions.append(column.head.partitions[buffer.number])
+            counts.append(column.head.counts[buffer.number])
             shapes.append({n: autoep[n].shape if n in autoep else s for n, s in buffer.shapes.items()})
-        members += (tuple(at for number in of for at in positions[number]) for of in columns[0].first.members)
+        members += (tuple(at for number in of for at in positions[number]) for of in columns[0].head.members)
     return shapes, replace(
         first,
         partitions=tuple(partitions),
@@ -383,7 +383,7 @@ def _merge_models(
 
 def _checkpoint_of_rank(rank: _RankFiles) -> ZeroCheckpoint:
     """Return the checkpoint of one tensor-parallel rank. If there are several, its tensors are this rank's shards."""
-    has_momentum = any(partition.full_param_kinds for column in rank.columns for partition in column.first.partitions)
+    has_momentum = any(partition.full_param_kinds for column in rank.columns for partition in column.head.partitions)
     has_replicas = has_momentum or rank.stages or rank.module.autoep  # else each tensor lies once
     placements = merge_shards(rank.placements()) if has_replicas else (placed.placement for placed in rank.placements())
     return ZeroCheckpoint(

@@ -107,17 +107,17 @@ def compare_checksums(checksums: Mapping[str, Sequence[tuple[int, int | None]]],
     seen: dict[tuple[object, ...], str] = {}
     faults = []
     for name in sorted(checksums):
-        own = tuple(checksums[name])
-        not_zero = [crc for nbytes, crc in own if crc is not None and crc != repeated(b"\0", nbytes)]
+        buffers = tuple(checksums[name])
+        not_zero = [crc for nbytes, crc in buffers if crc is not None and crc != repeated(b"\0", nbytes)]
         if len(not_zero) < 2:
             continue
-        if (column_of(name), own) in seen:
-            original = seen[column_of(name), own]
+        if (column_of(name), buffers) in seen:
+            original = seen[column_of(name), buffers]
             what = f"holds the same bytes as {original}: one shard was copied over another"
             expected_and_found = ("different partitions", "identical checksums in every buffer")
             mend = "restore the shard, or load another tag"
             faults.append(CheckpointDamaged.fault(f"{folder}/{name}", what, *expected_and_found, mend=mend))
-        seen.setdefault((column_of(name), own), name)
+        seen.setdefault((column_of(name), buffers), name)
     return faults
 
 
@@ -212,7 +212,7 @@ class ZeroShards:
 
     def _optim(self, column: GridColumn, shard: int) -> Mapping[str, Extent]:
         """Return the buffers of one optimizer file, checked against the column's flat buffers."""
-        checkpoint, first, name = self.checkpoint, column.first, column.files[shard]
+        checkpoint, first, name = self.checkpoint, column.head, column.files[shard]
         path = checkpoint.listing.path(name)
         optim = first if path == first.path else checkpoint.listing.read(name, read_optim_states)
         self.signatures[name] = shorten(optim.signature())

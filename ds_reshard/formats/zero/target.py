@@ -374,14 +374,14 @@ class OptimizerTarget:
 
     def _flat(self, rank: int) -> dict[str, object]:
         """Return the entries of one rank's file at stages 1 and 2."""
-        kept = self.saving.scaling
+        saved = self.saving.scaling
         paddings = [flat.partition_numel - self.used(flat, rank) for flat in self.buffers]
         if self.kind == "bf16":  # the last rank saves the whole padding (`group_paddings` in bf16_optimizer.py)
             is_last = [self.share(flat, rank) == flat.ranks - 1 for flat in self.buffers]
             all_paddings = [flat.partition_numel * flat.ranks - flat.numel for flat in self.buffers]
             paddings = [numel if last else 0 for numel, last in zip(all_paddings, is_last, strict=True)]
         entries: dict[str, object] = {
-            key: kept[key] for key in _SCALER_ENTRIES if key in kept and (self.kind != "bf16" or key == "clip_grad")
+            key: saved[key] for key in _SCALER_ENTRIES if key in saved and (self.kind != "bf16" or key == "clip_grad")
         }
         entries["base_optimizer_state"] = self._base()
         entries["single_partition_of_fp32_groups"] = self._masters(rank)
