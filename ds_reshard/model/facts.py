@@ -81,6 +81,7 @@ def _is_kept(value: object) -> bool:
 
 
 def _text(value: object, texts: Mapping[int, str]) -> str:
+    """Return the text of a part; `texts` has those of the parts inside it."""
     if (text := texts.get(id(value))) is not None:
         return text
     if isinstance(value, TensorRecord):
@@ -96,6 +97,7 @@ def _text(value: object, texts: Mapping[int, str]) -> str:
 
 
 def _compound(value: object, texts: Mapping[int, str]) -> str:
+    """Return the text of a dict, list, tuple, set or object record, from the texts of its parts."""
     if isinstance(value, dict):
         return "{" + ",".join(f"{k}:{v}" for k, v in sorted(_rows(value.items(), texts))) + "}"
     if isinstance(value, ObjectRecord):

@@ -162,6 +162,7 @@ class Index:
                 yield at, extent.part(inside, numel)
 
     def _uncovered(self, placement: Placement, found: str) -> None:
+        """Add the fault of a tensor whose elements do not lie in exactly one file each."""
         fault = CheckpointDamaged.fault(
             placement.family,
             f"{placement.key}: some of its elements lie in no file, or in two",

@@ -304,6 +304,7 @@ class Layout:
         self._check_fit(family, buffer, filled)
 
     def _check_fit(self, family: str, buffer: str, members: list[Placement]) -> None:
+        """Raise ValueError if a member has more elements than its shards have room for."""
         for member in members:
             cut, numel = member.cut, member.box.numel
             if not numel:

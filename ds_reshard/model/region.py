@@ -209,6 +209,7 @@ def boxes(region: Region) -> Iterator[Box]:
 
 
 def _cut(size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+    """Cut elements [start, stop) of an array into boxes, as (offset, size), in storage order."""
     if start >= stop:
         return
     if not size:
@@ -238,6 +239,7 @@ def _nested(index: int, size: Shape, start: int, stop: int) -> Iterator[tuple[Sh
 
 
 def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
+    """Yield the runs that regions of different boxes share, in no order, not joined."""
     others = list(boxes(second))
     for box in boxes(first):
         for other in others:

@@ -61,6 +61,7 @@ def parse_rules(value: object) -> tuple[Rule, ...]:
 
 
 def _is_rule(rule: object) -> bool:
+    """True if a JSON value is a rule: known keys with values of the right kind, and a valid pattern."""
     if not isinstance(rule, dict) or not rule.keys() <= set(Rule._fields):
         return False
     try:

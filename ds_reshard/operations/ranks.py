@@ -97,7 +97,7 @@ def collective() -> Iterator[None]:
         raise ConfigError.of(f"rank {rank()}", what, found=found, mend=_ONE_VERSION) from error
     except RuntimeError as error:
         what = "a rank has ended, or has not answered within timeout_s, or the timeout of init_process_group"
-        mend = "see which rank's log ended first, and why, or runs without ds_reshard, and start again"
+        mend = "find the rank whose log ended first, or that runs without ds_reshard, correct it, and start again"
         raise RankLost.of(f"rank {rank()}", what, "an answer of each rank", str(error)[:200], mend=mend) from error
 
 
@@ -354,10 +354,10 @@ def _sum_of_ends(rows: Sequence[tuple[int, ...]]) -> int:
     import numpy  # not with the module, which `import ds_reshard.auto` imports
 
     seeds, starts, stops, times, steps = numpy.array(rows, dtype=numpy.uint64).T
-    which = numpy.repeat(numpy.arange(len(rows)), times.astype(numpy.int64))
+    row_number = numpy.repeat(numpy.arange(len(rows)), times.astype(numpy.int64))
     firsts = numpy.repeat(numpy.cumsum(times) - times, times.astype(numpy.int64))
-    moved = (numpy.arange(len(which), dtype=numpy.uint64) - firsts) * steps[which] + seeds[which]
-    return int((_mixed(stops[which] + moved) - _mixed(starts[which] + moved)).sum())
+    shifts = (numpy.arange(len(row_number), dtype=numpy.uint64) - firsts) * steps[row_number] + seeds[row_number]
+    return int((_mixed(stops[row_number] + shifts) - _mixed(starts[row_number] + shifts)).sum())
 
 
 def _mixed(values: NDArray[numpy.uint64]) -> NDArray[numpy.uint64]:

@@ -268,6 +268,7 @@ class _PlanBuilder:
 
 
 def _uncovered(buffer: str, numel: int, spans: Iterable[tuple[int, int]]) -> Iterable[Fill]:
+    """Yield fills of a buffer's elements outside of `spans`: (offset, length) of the tensors in it."""
     position = 0
     for offset, length in sorted(spans):
         if offset > position:

@@ -98,7 +98,7 @@ def test_a_rank_that_reads_another_file_loads_nothing(
 ) -> None:
     """Every rank then says what it has read, and all raise the same; real files are those of test_ranks_differ.py."""
     told = differing(worlds, saves, saved, loaded, who, "another file")
-    assert_all_refuse(told, [FOUND, READY, READY], "see other files")
+    assert_all_refuse(told, [FOUND, READY, READY], "see different files")
 
 
 @pytest.mark.parametrize("differs", ("unreadable", "unreadable, sizes too"))

@@ -111,7 +111,9 @@ def test_other_files_are_refused(
     folder, _ = saves(saved, MODEL)
     made = nodes(folder, tmp_path, loaded.dp, who, EDITS[edit])
     told = worlds[loaded.dp].run("differing_jobs.load", run=loaded, model=MODEL, nodes=made)
-    assert refused(told) and re.search(r"_states.pt: rank(s see other files| . sees another folder)", told[0]["text"])
+    assert refused(told) and re.search(
+        r"_states.pt: rank(s see different files| . sees another folder)", told[0]["text"]
+    )
 
 
 @pytest.mark.parametrize("who", (1, 2))
@@ -226,7 +228,7 @@ def test_nodes_with_shards_of_two_steps_or_of_other_ranks_load_nothing(
     assert "its own" in told[0]["text"] or stage == 3  # where rank 0 finds no model file at all
     saved_again(MODEL_FILES, _counter)(Path(made[1]) / "ckpt")
     told = worlds[2].run("differing_jobs.load", run=run, model=MODEL, nodes=made)
-    assert refused(told) and "see other files" in told[0]["text"]
+    assert refused(told) and "see different files" in told[0]["text"]
 
 
 @pytest.mark.parametrize("who", (0, 1))
@@ -239,7 +241,7 @@ def test_of_a_universal_checkpoint_too(
     folder, _ = universals(Run(stage, 2), MODEL)
     made = nodes(folder, tmp_path, 3, who, edit)
     told = worlds[3].run("differing_jobs.load", run=Run(stage, 3), model=MODEL, nodes=made)
-    assert refused(told) and "see other files" in told[0]["text"]
+    assert refused(told) and "see different files" in told[0]["text"]
 
 
 @pytest.mark.parametrize(("saved", "loaded"), LAYOUTS, ids=str)

@@ -35,5 +35,5 @@ def test_a_scheduler_that_accelerate_keeps_follows_the_policy(
     else:
         assert got == expected
         before, after = loaded[0]["told"]
-        assert before.endswith("; a scheduler beside the engine sets it anew with its state")
+        assert before.endswith("; an external scheduler sets it when it loads its state")
         assert uses(after, got[:1]) and "anew" not in after

@@ -61,10 +61,9 @@ def refuse_unpredictable(found: Found, sizes: Grid, config: Mapping[str, object]
 
 
 def _unpredictable_files(checkpoint: AnyCheckpoint, sizes: Grid) -> dict[str, bool]:
-    experts, layers = (
-        {prefix: one.total for prefix, one in _experts(checkpoint, 0, 1).items()},
-        bool(checkpoint.listing.layers),
-    )
+    """Return reasons in the checkpoint's files why preflight cannot predict a rank's part, and if each applies."""
+    experts = {prefix: one.total for prefix, one in _experts(checkpoint, 0, 1).items()}
+    layers = bool(checkpoint.listing.layers)
     counts = checkpoint.optim.counts if experts and checkpoint.optim is not None else ()
     return {
         f"--pp {sizes.pp} of a checkpoint without the files of layers": sizes.pp > 1 and not layers,
@@ -191,7 +190,7 @@ def _saved_stage_starts(checkpoint: ZeroCheckpoint, ties: Mapping[int, str]) -> 
         return None
     stages, end = _stage_contents(checkpoint), _layer_count(checkpoint, ties)
 
-    def cut(stage: int, begin: int) -> tuple[int, ...] | None:
+    def cut(stage: int, begin: int) -> tuple[int, ...] | None:  # the starts from `stage` on, which begins at `begin`
         for last in range(begin, end + 1) if stage < len(stages) - 1 else [end]:
             inside = set(range(begin, last)) - ties.keys()
             tied_inside = {ties[layer] for layer in range(begin, last) if layer in ties}

@@ -214,6 +214,7 @@ _Tensor = tuple[Index, TensorKey]
 
 
 def _difference(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> str:
+    """Return a text of how two tensors differ: in type and shape, or in so many elements by so much."""
     left, right = logical(*one), logical(*other)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{right.dtype} {list(right.shape)} beside {left.dtype} {list(left.shape)}"

@@ -131,6 +131,7 @@ class _Forecasting:
         return Grid(dp=coming.world // (coming.tp * coming.pp), tp=coming.tp, pp=coming.pp, ep=coming.ep)
 
     def answer(self) -> Forecast:
+        """Return the answer so far."""
         checkpoint, ds, coming = self.checkpoint, self.ds, self.coming
         saved, batch = "", dict[str, tuple[object, object]]()
         if checkpoint is not None:

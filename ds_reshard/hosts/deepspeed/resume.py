@@ -393,9 +393,7 @@ class Resume:
             logger.info("%s took its state: position %s, lr %s", type(scheduler).__name__, position, rates)
         for warning in table.warnings if scheduler is None else _batch_count_warnings(self._engine, self):
             logger.warning("%s", warning)
-        waiting = (
-            "; a scheduler beside the engine sets it anew with its state" if AWAITS_STATE in table.warnings else ""
-        )
+        waiting = "; an external scheduler sets it when it loads its state" if AWAITS_STATE in table.warnings else ""
         say_applied(table, self.policy, reserve=waiting)
         publish(table, path=self.policy.report)
 
@@ -634,6 +632,7 @@ class _StepGuard:
         return getattr(self._scheduler, name)
 
     def step(self, *args: object, **kwargs: object) -> None:
+        """Step the scheduler; remember a TypeError that its own code raises."""
         if self._raised is not None:
             raise self._raised
         step = self._scheduler.step  # type: ignore[attr-defined]
@@ -713,8 +712,8 @@ _OPTIMIZER_UNREAD = (
     "from this run, because the optimizer's files were not opened"
 )
 AWAITS_STATE = (
-    "a scheduler that the engine does not own has not been given its state: until it is, its position is that of its "
-    "beginning, and the resume policy takes the state that it is given"
+    "a scheduler that the engine does not own has not been given its state: until then it is at its initial position; "
+    "the resume policy applies to it when it loads its state"
 )
 _COUNTS_BATCHES = (
     "the scheduler's position ({position}) counts batches of all {dp} ranks, {updates} updates, as accelerate steps: "
