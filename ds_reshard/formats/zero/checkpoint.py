@@ -109,8 +109,7 @@ class AnyCheckpoint:
     holds, or at ZeRO stage 0 may. With tensor parallelism `model` may merge the model files of all ranks, `tp_models`,
     into whole tensors; `splits` then says how each was split. With `masters_in_module` (fp32 training at stage 0) the
     weights are the masters: both keys name the same bytes, which are read once. `unreshardable` are faults of stage-0
-    states that are not shaped like a parameter, `stateless` are
-    parameters that its optimizer lists and has no states of, though of others.
+    states that are not shaped like a parameter.
     """
 
     listing: Listing
@@ -126,7 +125,6 @@ class AnyCheckpoint:
     tp_models: tuple[ModelStates, ...] = ()
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
     unreshardable: tuple[Fault, ...] = ()
-    stateless: frozenset[str] = frozenset()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

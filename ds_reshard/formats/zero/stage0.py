@@ -113,8 +113,7 @@ def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]
 class _Found:
     """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint.
 
-    `raw` says that the weights are the masters, `stateless` are parameters that the optimizer lists and has no states
-    of.
+    `raw` says that the weights are the masters.
     """
 
     path: str
@@ -126,7 +125,6 @@ class _Found:
     uncut: list[Fault] = field(default_factory=list)
     groups: list[GroupFacts] = field(default_factory=list)
     raw: bool = False
-    stateless: set[str] = field(default_factory=set)
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
         if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape:
@@ -215,8 +213,7 @@ def with_order(
     entries = {**checkpoint.model.entries, "optimizer": columns[0][0].entries["optimizer"]}
     model, uncut = replace(checkpoint.model, entries=entries), tuple(own.uncut)
     made = replace(checkpoint, model=model, layout=layout, facts=facts, masters_in_module=own.raw, unreshardable=uncut)
-    some = any(one.key.kind not in ("weight", "fp32") for one in own.placements) or own.scalars
-    return replace(made, stateless=frozenset(own.stateless if some else ())), extents
+    return made, extents
 
 
 class _Group(NamedTuple):
@@ -349,23 +346,24 @@ def _raw(found: _Found, states: Mapping[int, Mapping[str, object]], indices: Seq
     """
     own, names = group.own, list[str | None](group.shapes)
     held = [bool(states.get(index)) for index in indices]
+    if not any(held):
+        return
     if len(indices) != len(names):
-        if not any(held):
-            return
         trained, sure = iter(own), [name in own for name in group.beside] == held
         sure = sure and [name for name in group.beside if name in own] == list(own)
-        if sum(held) != len(own) or not (sure or len(group.beside) == len(own)):
-            wrong = groups_fault if sum(held) != len(own) else _places_fault
-            found.faults.append(wrong(found.path, len(own), sum(held) if sum(held) != len(own) else len(held)))
+        if sum(held) == len(own) and not (sure or len(group.beside) == len(own)):
+            found.faults.append(_places_fault(found.path, len(own), len(held)))
             return
-        names = [next(trained) if one else None for one in held]
+        names = [next(trained, None) if one else None for one in held]
+    whole = len(indices) == len(group.shapes)
+    with_states = sum(one and (name in own or not whole) for name, one in zip(names, held, strict=True))
+    if with_states != len(own):
+        found.faults.append(groups_fault(found.path, len(own), with_states))
+        return
     for index, name in zip(indices, names, strict=True):
         state = states.get(index) or {}
         if name is not None and name in own:
-            if state:
-                _states(found, name, own[name], state)
-            else:
-                found.stateless.add(name)
+            _states(found, name, own[name], state)
         elif state:
             found.uncut.append(_uncut(f"of {name}, which this run does not train,", ", ".join(state)))
 

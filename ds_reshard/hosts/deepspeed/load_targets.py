@@ -440,7 +440,7 @@ def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
         if own is not None and live.name in _LIONS:
             own, saved = own - {_UNUSED}, saved - {_UNUSED}
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
-        if not saved and (muon or _before_first_step(checkpoint) or checkpoint.stateless.issuperset(buffer.shapes)):
+        if not saved and (muon or _before_first_step(checkpoint)):
             continue
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
             yield ModelMismatch.fault(
