@@ -18,7 +18,15 @@ from ds_reshard.containers.dcp_directory import Place, directories, read_directo
 from ds_reshard.containers.pickle_reader import Scanned, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, UNSAFE, PickleRules, in_force, rules_in_force, trusted
 from ds_reshard.containers.remote import is_url, without_end
-from ds_reshard.errors import CheckpointNotFound, Fault, ReadFailed, ReshardError, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointNotFound,
+    Fault,
+    ReadFailed,
+    ReshardError,
+    TrustRequired,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.model.context_value import context_value
 from ds_reshard.model.reports import PickleScan
 from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
@@ -99,6 +107,18 @@ def scan_files(paths: Iterable[str]) -> Scanned:
             found.add(scan_file(path, rules, sorted(parts.get(path, ()))))
     found.faults = list(dict.fromkeys(found.faults))
     return found
+
+
+def every_untrusted(faults: Sequence[Fault], folder: str) -> list[Fault]:
+    """The faults, with those of the folder's other files if classes that nobody has accepted are all that is wrong.
+
+    One line then accepts them all, where each file that is opened would ask for its own.
+    """
+    name = TrustRequired.__name__
+    if not faults or any(fault.error != name for fault in faults):
+        return list(faults)
+    more = [fault for fault in scan_files(walk(folder, [])).faults if fault.error == name]
+    return list(dict.fromkeys([*faults, *more]))
 
 
 def _parts(folder: str, objects: Callable[[str], bool] | None = None) -> Mapping[str, set[tuple[int, int]]]:

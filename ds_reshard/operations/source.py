@@ -17,6 +17,7 @@ from ds_reshard.errors import (
     Fault,
     ReadFailed,
     ReshardError,
+    TrustRequired,
     UnsupportedLayout,
     error_of,
     faults_of,
@@ -25,7 +26,7 @@ from ds_reshard.errors import (
 from ds_reshard.model.checkpoint import Checkpoint, Format, Listing
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.operations.formats import FORMATS, format_of
-from ds_reshard.operations.pickles import scan_files, walk
+from ds_reshard.operations.pickles import every_untrusted, scan_files, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,9 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, op
         except CheckpointDamaged as error:
             raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
             raise
+        except TrustRequired as error:
+            wanted = every_untrusted(faults_of(error), found.folder) if optimizer else faults_of(error)
+            raise error_of(wanted, subject=f"checkpoint {found.folder}") from error
         checkpoint.compare_scalar_states = states
         if not whole:
             return checkpoint

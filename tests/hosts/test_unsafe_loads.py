@@ -7,9 +7,12 @@ Checkpoints are real; the manager of EasyR1 and verl is a synthetic class with t
 from __future__ import annotations
 
 import functools
+import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +239,25 @@ def test_what_the_settings_trust_is_loaded(worlds: Any, tmp_path: Path) -> None:
         assert '"trust": ["strangers.Stranger"]' in told[0]["text"]
         told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), model=Model(), folder=str(tmp_path))
         assert {one["error"] for one in told} == {None}
+
+
+def test_what_all_files_need_stands_in_one_line(worlds: Any, tmp_path: Path) -> None:
+    """A class in the model file, and another in the optimizer's files, which are opened later; the line loads it."""
+    worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)
+    for path in tmp_path.rglob("*optim_states.pt"):
+        held = torch.load(path, weights_only=False)
+        for group in held["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]:
+            group["exact"] = Decimal("1.5")
+        torch.save(held, path)
+    asked = {"model": Model(), "folder": str(tmp_path)}
+    for dp in (2, 3):
+        told = worlds[dp].run("load_refused", run=Run(2, dp), **asked)
+        assert {one["error"] for one in told} == {"TrustRequired"} and len({one["text"] for one in told}) == 1
+        line = re.search(r'by "trust": (\[.*?\])', told[0]["text"])
+        assert line is not None and sorted(json.loads(line[1])) == ["decimal.Decimal", "strangers.Stranger"]
+        trust = {"ds_reshard": {"trust": json.loads(line[1])}}
+        told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), **asked)
+        assert {one["error"] for one in told} == {None}, told
 
 
 # -- accelerate and the Trainer ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import gc_disabled
-from ds_reshard.operations.pickles import refuse_unsafe_folder, walk
+from ds_reshard.operations.pickles import every_untrusted, refuse_unsafe_folder, walk
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.source import Found as Located
 from ds_reshard.operations.source import find_listing, refuse_elsewhere, refuse_unfinished
@@ -175,8 +175,10 @@ def look(
         checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
         return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints)
     except Exception as error:
-        faults, seen = tuple(as_faults(error, where=f"rank {rank()}")), listing is not None and listing.universal
-        return Found(tag=str(tag), faults=faults, sizes=_sizes(listing), universal=seen)
+        faults, seen = as_faults(error, where=f"rank {rank()}"), listing is not None and listing.universal
+        if optimizer and listing is not None:
+            faults = every_untrusted(faults, listing.folder)
+        return Found(tag=str(tag), faults=tuple(faults), sizes=_sizes(listing), universal=seen)
 
 
 @gc_disabled()
@@ -197,6 +199,8 @@ def look_too(found: Found, *, optimizer: bool, row: TpRank = SINGLE_TP_RANK) -> 
         if found.listing is not None and rank():
             listed = [fault.where for fault in faults if fault.where in map(found.listing.path, found.listing.nbytes)]
             faults = list(files_as_listed(found.listing, listed)) or faults
+        elif found.listing is not None and optimizer:
+            faults = every_untrusted(faults, found.listing.folder)
         return replace(found, faults=tuple(faults), sizes=_sizes(found.listing))
     return replace(found, checkpoint=checkpoint, prints=prints)
 
