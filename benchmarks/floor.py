@@ -63,7 +63,13 @@ def watch_ending() -> list[float]:
 
         return call
 
-    for module, name in ((move, "_settle_model"), (move, "_adopt"), (move, "_settle_masters"), (load, "event")):
+    for module, name in (
+        (move, "_settle_model"),
+        (move, "_adopt"),
+        (move, "_weights_from_masters"),
+        (move, "_masters_from_weights"),
+        (load, "event"),
+    ):
         setattr(module, name, timed(getattr(module, name)))
     return seen
 

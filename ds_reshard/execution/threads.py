@@ -151,8 +151,8 @@ class ThreadExecutor:
     ) -> Iterator[Sequence[_Batch | _Rows]]:
         """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
         copies = Copies.of(plan.copies)
-        by_rows = self._by_rows(copies, targets) & (not remote and self.saw is None)
-        if by_rows.any():
+        if not remote and self.saw is None:
+            by_rows = self._by_rows(copies, targets)
             yield list(self._rows(copies.take(by_rows)))
             copies = copies.take(~by_rows)
         yield from self._runs(copies, remote=remote)

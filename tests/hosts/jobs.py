@@ -605,7 +605,7 @@ def break_rank_1(fault: str) -> Any:
     place, name = {
         "unreadable": (os, "preadv"),
         "another folder": (os, "stat"),
-        "crash": (prepare, "plan_of"),
+        "crash": (prepare, "plan_rank"),
         "crash in settings": (load, "parse_settings"),
         "crash in live": (load, "run_of"),
         "crash in check": (load, "Index"),
