@@ -7,7 +7,7 @@ import gc
 import os
 from importlib import metadata
 
-from devices import DEVICE
+from devices import DEVICE, share_gloo_device
 
 os.environ.update(
     OMP_NUM_THREADS="1", DS_ACCELERATOR=DEVICE, GLOO_SOCKET_IFNAME="lo", PYTORCH_NVML_BASED_CUDA_CHECK="1"
@@ -26,5 +26,6 @@ os.fsync = lambda fd: None  # as in conftest.py
 metadata.metadata = functools.cache(metadata.metadata)  # each Accelerator reads those of sixteen packages
 cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)  # for which each CPUAdam starts an interpreter
 jobs.load_frameworks()
+share_gloo_device()
 import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at

@@ -26,7 +26,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from devices import DEVICE, environment
+from devices import DEVICE, environment, share_gloo_device
 from lifetimes import die_with_parent
 from package import import_with
 from ports import free_port
@@ -173,6 +173,7 @@ def _import() -> None:
         queue.Queue()
     )  # else each rank that saves starts an interpreter, which imports torch, for it
     imported()
+    share_gloo_device()
     import_with("megatron", "torch", "dcp")
     for name in ("torch.utils.serialization", "format_jobs", "load_jobs", "small_gpt"):
         importlib.import_module(name)
