@@ -29,3 +29,4 @@ jobs.load_frameworks()
 share_gloo_device()
 import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at
+gc.set_threshold(10_000)

@@ -225,6 +225,7 @@ def _rank(job: dict[str, Any], rank: int, port: int) -> None:
     from torch.utils import _pytree
 
     die_with_parent()
+    gc.disable()  # it ends before its garbage matters
     os.setpgid(0, 0)
     folder = Path(job["folder"])
     log = os.open(folder / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT)
