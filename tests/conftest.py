@@ -43,6 +43,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What is imported is no garbage: it would be most of what each collection looks at, and forks then copy."""
     gc.freeze()
     gc.set_threshold(10_000)  # a fifteenth of all time went by in looking at what is in use
+    lifetimes.to_huge_pages()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

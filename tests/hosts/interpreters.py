@@ -115,6 +115,7 @@ def load() -> None:
     from transformers import GPT2LMHeadModel, Trainer  # noqa: F401
 
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+    from lifetimes import to_huge_pages
     from package import import_with
 
     import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
@@ -123,6 +124,7 @@ def load() -> None:
         del sys.modules[name]  # runpy warns of a module that is there before it is run
     torch.set_num_threads(1)
     gc.freeze()
+    to_huge_pages()
 
 
 def run(folder: str, environment: dict[str, str], arguments: list[str], command: str, paths: list[str]) -> None:

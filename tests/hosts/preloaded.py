@@ -19,6 +19,7 @@ import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401  # is imported b
 import fresh  # noqa: F401  # imports pytest
 import fsdp_jobs  # noqa: F401
 import jobs
+from lifetimes import to_huge_pages
 from package import import_with
 from transformers import Trainer  # noqa: F401
 
@@ -30,3 +31,4 @@ share_gloo_device()
 import_with("deepspeed", "accelerate", "transformers", "torch", "fsdp", "dcp")
 gc.freeze()  # the ranks collect garbage before each engine: what is imported would be most of what is looked at
 gc.set_threshold(10_000)
+to_huge_pages()

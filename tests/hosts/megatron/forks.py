@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from devices import DEVICE, environment, share_gloo_device
-from lifetimes import die_with_parent
+from lifetimes import die_with_parent, to_huge_pages
 from package import import_with
 from ports import free_port
 
@@ -178,6 +178,7 @@ def _import() -> None:
     for name in ("torch.utils.serialization", "format_jobs", "load_jobs", "small_gpt"):
         importlib.import_module(name)
     gc.freeze()  # what is imported would be most of what each run's collections look at, and copy
+    to_huge_pages()
 
 
 def _parse_once() -> None:
