@@ -183,7 +183,7 @@ def test_a_copy_that_ends_while_it_tells_is_named() -> None:
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool) -> None:
+def test_copies_end_with_the_process_that_made_them(interpreter: str, tells: bool) -> None:
     """Ended by a signal that it cannot catch, it leaves none behind that works on, also where none has much to say."""
     code = (
         "import os, time\n"
@@ -195,7 +195,7 @@ def test_copies_end_with_the_process_that_made_them(tmp_path: Path, tells: bool)
         f"        {tells} and tell(None)\n"
         "in_copies(2, works, lambda said: said and print(said, flush=True))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen([interpreter, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         pids = [int(process.stdout.readline()) for _ in range(2)]
         process.kill()
@@ -222,10 +222,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("tool", ["verify --deep", "fingerprint", "convert"])
-def test_a_process_that_is_short_of_something_is_no_finding(checkpoint: Path, tmp_path: Path, tool: str) -> None:
+def test_a_process_that_is_short_of_something_is_no_finding(
+    checkpoint: Path, tmp_path: Path, interpreter: str, tool: str
+) -> None:
     """Of files that may be open at a time: status 1 would say that the checkpoint has a fault."""
     more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
-    command = [sys.executable, "-c", COPIES, *tool.split(), str(checkpoint), *more, "--processes", "2"]
+    command = [interpreter, "-c", COPIES, *tool.split(), str(checkpoint), *more, "--processes", "2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "Too many open files; see its limits" in done.stderr and not (tmp_path / "out").exists()
@@ -245,10 +247,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(("tool", "copies"), [("verify --deep", "1"), ("fingerprint", "2"), ("convert", "1")])
-def test_a_process_that_can_start_no_thread_is_no_bug(checkpoint: Path, tmp_path: Path, tool: str, copies: str) -> None:
+def test_a_process_that_can_start_no_thread_is_no_bug(
+    checkpoint: Path, tmp_path: Path, interpreter: str, tool: str, copies: str
+) -> None:
     """There is no room for its stack, under a limit on memory; in this process, or in a copy of it."""
     more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
-    command = [sys.executable, "-c", SHORT, *tool.split(), str(checkpoint), *more, "--processes", copies]
+    command = [interpreter, "-c", SHORT, *tool.split(), str(checkpoint), *more, "--processes", copies]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2 and "Traceback" not in done.stderr and "report this" not in done.stderr, done.stderr
     short = ("can't start new thread", "no memory is left on the host")  # which of both it comes upon first
