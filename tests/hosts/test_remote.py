@@ -113,14 +113,14 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize("tool", ["verify --deep", "convert"])
 def test_copies_of_a_process_each_ask_the_store(
-    store: Store, shards: tuple[Path, str], tmp_path: Path, tool: str
+    store: Store, shards: tuple[Path, str], tmp_path: Path, interpreter: str, tool: str
 ) -> None:
     """A client's own thread, which a copy of the process has not, is nothing that it waits for."""
     url = shards[1]
     more = [str(tmp_path / "out"), "--to", "zero3", "--dp", "3"] if tool == "convert" else []
     words = [*tool.split(), url, *more, "--processes", "2"]
     environment = {**os.environ, **store.environment, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COPIES, *words]
+    command = [interpreter, "-c", COPIES, *words]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     if tool == "convert":
