@@ -194,7 +194,11 @@ WRONG = {
         "tied_modules.embed.weight[weight]: differs between the files",
     ),
     "a layer's file of another step": (pipe(2), weight(LAYER, "w"), "2.w[weight]: 1 of 35 elements are not the cast"),
-    "a tied moment": (pipe(2), state(OPTIM, 0, "exp_avg", 20), "tied_modules.embed.weight[exp_avg]: copy 2"),
+    "a tied moment": (
+        pipe(2),
+        state(OPTIM, 0, "exp_avg", 20),
+        "tied_modules.embed.weight[exp_avg]: has a copy on another stage",
+    ),
     "a tied master": (
         pipe(2),
         state(OPTIM, 0, "fp32", 20),
@@ -206,7 +210,11 @@ WRONG = {
         state(LAST, 1, "fp32", 4),
         "4.b[fp32]: is not divided, and tensor-parallel rank 1",
     ),
-    "a part of a tied moment": (STAGES, state(LAST, 0, "exp_avg", 4), "tied_modules.embed.weight[exp_avg]: copy 2"),
+    "a part of a tied moment": (
+        STAGES,
+        state(LAST, 0, "exp_avg", 4),
+        "tied_modules.embed.weight[exp_avg]: has a copy on another stage",
+    ),
     "a weight of a row of a later stage": (
         STAGES,
         weight("layer_04-model_01-model_states.pt", "b"),
