@@ -105,7 +105,7 @@ def test_groups_that_are_one_now_are_gone_through_once() -> None:
     """Each saved group is asked for its first member of this run's group."""
     names = [f"layer.{number}" for number in range(_MANY)]
     groups = [GroupFacts(members=Members(names[at : at + 8]), hyperparameters={"lr": at}) for at in range(0, _MANY, 8)]
-    live = SimpleNamespace(groups=[{}], members=lambda number: names)
+    live = SimpleNamespace(groups=[{}], listed=lambda number: names)
     saved = SavedGroups(live, None, None)  # type: ignore[arg-type]
     vars(saved)["ordered"] = SimpleNamespace(facts=SimpleNamespace(groups=groups)), {}
     Members.walks = 0
