@@ -162,9 +162,9 @@ def test_groups_of_numbers_without_states(
 @pytest.mark.parametrize(
     ("kind", "value", "text"),
     [
-        ("weight", torch.full((2, 3), 7.0), "weight is an optimizer state of the name that a weight"),
-        ("fp32", torch.full((2, 3), 7.0), "fp32 is an optimizer state of the name that a weight"),
-        ("fp32", 7, "fp32 is an optimizer state of the name that a weight"),
+        ("weight", torch.full((2, 3), 7.0), "weight has a name that is reserved for weights"),
+        ("fp32", torch.full((2, 3), 7.0), "fp32 has a name that is reserved for weights"),
+        ("fp32", 7, "fp32 has a name that is reserved for weights"),
         ("blocks", [torch.ones(2)], r"a\.weight has a state 'blocks' that is neither a tensor nor a number .*list"),
     ],
 )
@@ -199,7 +199,7 @@ def test_states_of_flat_parameters_have_no_name_of_a_weight(tmp_path: Path) -> N
     assert len(fingerprint(str(folder)).tensors) == 6
     states[1]["weight"] = torch.full((4,), 7.0)
     torch.save({"state": states, "param_groups": groups}, folder / "optim_world_size_1_rank_0.pt")
-    with pytest.raises(UnsupportedLayout, match="parameter 1: weight is an optimizer state"):
+    with pytest.raises(UnsupportedLayout, match="parameter 1: weight has a name that is reserved for weights"):
         fingerprint(str(folder))
 
 

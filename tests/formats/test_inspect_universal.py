@@ -85,5 +85,5 @@ def test_what_the_converter_dropped_is_a_fault(convert: Callable[..., Path]) -> 
     """Of stage 3 the files name the states that were kept."""
     found = inspect(str(convert(3, Model(optimizer="amsgrad"))))
     assert {fault.what.split(" of parameter")[0] for fault in found.faults} == {
-        "the saved optimizer kept max_exp_avg_sq"
+        "the saved optimizer had max_exp_avg_sq"
     }
