@@ -357,7 +357,7 @@ REFUSED = {
         PLAIN,
         mpu(1),
         changed(MODEL, lambda content: content["optimizer"]["param_groups"][0].update(weight_decay=9.0)),
-        "has other optimizer states, steps or param groups than the first tensor-parallel rank",
+        "keeps other states, steps or param groups than the first tensor-parallel rank",
     ),
     "a rank's file is missing": (TP, autotp(1), lambda f: (f / OPTIM).unlink(), "optim_states files of mp_rank_01"),
     "an affine map that scales": (TP, autotp(1), changed(HEAD, scaled), "affine map scales it"),
