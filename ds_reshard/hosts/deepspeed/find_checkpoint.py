@@ -67,15 +67,18 @@ class Found:
     on_nodes: bool = False
 
     @property
-    def unread(self) -> bool:
-        """Whether the folder was listed alone: its two files are for `look_too`."""
-        return self.listing is not None and not self.prints
+    def complete(self) -> bool:
+        """False if rank 0 only listed the folder: every rank then reads its two files, by `look_too`."""
+        return self.listing is None or bool(self.prints)
 
-    def told(self) -> Found:
-        """What is told where all goes well: nothing in it grows with the model, but what the listing knows."""
+    def for_broadcast(self) -> Found:
+        """What rank 0 sends: nothing in it grows with the model, but what the listing knows."""
         if self.listing is None:
             return self
         return replace(self, checkpoint=None, prints={}, listing=replace(self.listing, rename=None))
+
+    def failed(self, faults: Sequence[Fault]) -> Found:
+        return replace(self, faults=tuple(faults))
 
 
 _ASIDE = (

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digest, digests
+from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
@@ -34,7 +35,13 @@ from ds_reshard.execution.states import given
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
-from ds_reshard.formats.zero.shards import ZeroShards, signature_by_family
+from ds_reshard.formats.zero.shards import (
+    ZeroShards,
+    compare_checksums,
+    compare_signatures,
+    rank_independent_text,
+    signature_by_family,
+)
 from ds_reshard.formats.zero.tensor_parallel import note_on_unnamed
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.engine import (
@@ -62,15 +69,15 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
 from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
-from ds_reshard.hosts.deepspeed.ready import Decision, ReadinessReport, check_ranks_agree
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, scheduler_seam_off, was_saved_by
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.hosts.deepspeed.unfound import check_trained_names, with_names
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
+from ds_reshard.operations.load import ReadinessReport, load
 from ds_reshard.operations.pickles import scan_files
-from ds_reshard.operations.ranks import Steps, attempt, broadcast, rank
+from ds_reshard.operations.ranks import Steps, gather, rank
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
@@ -83,26 +90,28 @@ logger = logging.getLogger("ds_reshard")
 Result = tuple[object, object]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Considered:
-    """One rank's view of its engine before anything is read; without a `run` DeepSpeed loads anyway.
+@dataclass(slots=True)
+class Decision:
+    """This rank's decision on a load: who loads, and how."""
 
-    `universal` says that the JSON asks for universal checkpoints.
-    """
+    resume: Resume | None = None
+    loader: str = ""
+    shards: ZeroShards | None = None
+    prepared: Prepared | None = None
 
-    settings: Settings
-    policy: ResumePolicy
-    universal: bool
-    run: Run | None
+    @property
+    def reshards_states(self) -> bool:
+        """True if optimizer states are loaded into another layout, so that all ranks must have the same ones."""
+        return self.prepared is not None and self.resume is not None and self.resume.request.load_optimizer
 
 
 def load_checkpoint(call: Call) -> Result:
-    """Load through DeepSpeed where the layout is unchanged, directly from the files where it is not.
+    """Load directly from the files if the layout has changed, and through DeepSpeed if it has not.
 
     Either way the resume policy decides what is asked for, and what this run's values replace afterwards.
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
     """
-    engine, tag = call["self"], call["tag"]
+    tag = call["tag"]
     request = Request(
         load_dir=str(call["load_dir"]),
         tag=str(tag) if tag is not None else "",
@@ -112,30 +121,209 @@ def load_checkpoint(call: Call) -> Result:
         module_only=call["load_module_only"],
         custom_load_fn=call["custom_load_fn"],
     )
-    steps = Steps()
     with scheduler_seam_off():
-        mine = steps.take(
-            lambda: _consider(engine, module_only=request.module_only), subject=f"loading {request.load_dir}"
-        )
-        settings = mine.settings if mine is not None else Settings()
+        return load(DeepSpeedLoad(call["self"], request, tag, call))
+
+
+class DeepSpeedLoad:
+    """One load into an engine, or into a run that has not started (preflight); the steps are in operations/load.py.
+
+    Without a `run` DeepSpeed loads; `universal` is True if the JSON asks for universal checkpoints.
+    """
+
+    built_alike = "give every rank the same DeepSpeed config and build the same engine"
+
+    def __init__(self, engine: DeepSpeedEngine, request: Request, tag: object, call: Call | None = None) -> None:
+        self.engine, self.request, self.tag, self.where, self._call = engine, request, tag, request.load_dir, call
+        self.settings, self.policy = Settings(), ResumePolicy()
+        self.universal = False
+        self.run: Run | None = None
+
+    def read_run(self) -> None:
+        """A pending save is finished first, as ranks wait for each other there."""
+        engine = self.engine
+        _commit_pending_save(engine)
+        settings = parse_settings(engine._config._param_dict)
+        settings = replace(settings, trust=trusted(settings.trust))
+        self.policy = policy_of(live_kind(engine), settings, module_only=self.request.module_only)
+        if settings.enabled:
+            raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
+        features = tuple(unsupported(engine)) if settings.enabled else ()
+        self.universal = bool(engine.load_universal_checkpoint())
+        direct = settings.enabled and not (features and self.universal) and live_kind(engine) != "offload"
+        self.run = run_of(engine, features, settings.tensor_parallel) if direct else None
+        self.settings = settings
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        settings = self.settings
         wanted = asked(settings.progress, settings.events, settings.timeout_s)
-        with in_force(PickleRules(settings.trust)), watched("deepspeed", request.load_dir, wanted):
-            return _load(engine, mine, call, request, tag, steps)
+        with in_force(PickleRules(settings.trust)), watched("deepspeed", self.where, wanted):
+            yield
 
+    def nothing(self) -> Found:
+        return Found()
 
-def _consider(engine: DeepSpeedEngine, *, module_only: bool) -> Considered:
-    """This rank's settings, policy and engine; a pending save is finished first, as ranks wait for each other there."""
-    _commit_pending_save(engine)
-    settings = parse_settings(engine._config._param_dict)
-    settings = replace(settings, trust=trusted(settings.trust))
-    policy = policy_of(live_kind(engine), settings, module_only=module_only)
-    if settings.enabled:
-        raise_faults(device_faults("ds_reshard.reshard.device", settings.device), subject="DeepSpeed config")
-    features = tuple(unsupported(engine)) if settings.enabled else ()
-    universal = bool(engine.load_universal_checkpoint())
-    direct = settings.enabled and not (features and universal) and live_kind(engine) != "offload"
-    run = run_of(engine, features, settings.tensor_parallel) if direct else None
-    return Considered(settings=settings, policy=policy, universal=universal, run=run)
+    def find(self) -> Found:
+        """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
+        run, policy = self.run, self.policy
+        own_save = not policy.is_default and was_saved_by(self.engine, self.where, self.tag, universal=self.universal)
+        found = Found(own_save=own_save)
+        if run is not None:
+            looked = look(
+                self.where,
+                self.tag,
+                optimizer=self._reads_optimizer(found),
+                universal=self.universal,
+                names=self.settings.names,
+                row=run.grid.row,
+                later=True,
+                rename=partial(with_names, run=run.module.names, names=self.settings.names),
+            )
+            found = replace(looked, own_save=own_save)
+        elif self.settings.enabled:
+            latest = latest_tag(self.where, deepspeeds_file(universal=self.universal))
+            found = replace(found, tag=str((self.tag if self.tag is not None else latest) or ""))
+        return self._with_aside(found) if found.complete else found
+
+    def open(self, found: Found) -> Found:
+        """Every rank: read the headers of what rank 0 found, or of this rank's own column."""
+        if found.faults:
+            return found
+        run = self.run
+        if run is not None and (found.listing is not None or found.universal):
+            optimizer, listing = self._reads_optimizer(found), found.listing
+            if listing is not None:
+                found = replace(found, listing=with_names(listing, run.module.names, self.settings.names))
+            opened = look_too(found, optimizer=optimizer, row=run.grid.row)
+            if opened.faults and listing is not None and run.node_local:
+                ranks = run.data_ranks if run.columns == 1 else 0
+                opened = look_on_node(opened, run.data_rank, ranks, optimizer=optimizer and run.stage > 0)
+            return self._with_aside(opened)
+        if self.settings.enabled and not (self.tag or found.tag or found.checkpoint):
+            file = f"{self.where}/{deepspeeds_file(universal=self.universal)}"
+            return found.failed([other_folder(file, "none", "one")] if folders.is_file(file) else ())
+        return found
+
+    def choose(self, found: Found, steps: Steps) -> Decision:
+        """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
+        made, run, subject = Decision(), self.run, f"loading {self.where}"
+        made.resume = resume = steps.take(
+            lambda: Resume(self.engine, self._policy(found), self.request, self.settings), subject=subject
+        )
+        if resume is None:
+            return made
+        steps.take(resume.check_policy, subject=subject)
+        if run is None or _is_unread(run, found):
+            made.loader = "DeepSpeed, unread"
+            if is_url(self.where) and self.settings.enabled:
+                steps.take(lambda: raise_faults([reads_no_url(self.where)], subject=subject), subject=subject)
+            if found.tag or run is None:  # else there is nothing to load, and nothing to apply a policy to
+                steps.take(lambda: raise_faults(found.faults if run is None else (), subject=subject), subject=subject)
+                steps.take(lambda: resume.check_unread_load(found.aside), subject=subject)
+            return made
+        steps.take(lambda: raise_faults(found.faults, subject=subject), subject=subject)
+        checkpoint = found.checkpoint
+        if checkpoint is None:
+            return made
+        groups = SavedGroups(run.optimizer, checkpoint, run.grid, optimizer=resume.request.load_optimizer)
+        steps.take(lambda: resume.read(checkpoint, groups, self.settings), subject=subject)
+        resume.request = request = replace(resume.request, tag=found.tag)
+        subject = f"loading {checkpoint.listing.folder}"
+        made.shards = shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
+        leave = steps.take(lambda: leave_to_deepspeed(run, self.settings, checkpoint, request, shards), subject=subject)
+        made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
+        if leave is False:
+            made.prepared = steps.take(
+                lambda: prepare(run, checkpoint, groups, request, self.settings), subject=subject
+            )
+            made.shards = made.prepared.shards if made.prepared is not None else None
+        return made
+
+    def readiness(self, found: Found, decision: Decision, files: Mapping[str, bytes]) -> ReadinessReport:
+        """What this rank reports of itself, as much as it can if it has failed."""
+        shards, prepared = decision.shards, decision.prepared
+        by_path = [sorted(digests.items()) for digests in (found.prints, files) if digests]
+        sets = (zip(*pairs, strict=True) for pairs in by_path)
+        report = ReadinessReport(
+            route=repr((self.run is not None, self.settings.enabled, self.policy)),
+            policy=self.policy,
+            loader=decision.loader,
+            arguments=self.request.given if self.settings.enabled else None,
+            reshards_states=decision.reshards_states,
+            file_sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets),
+            files=frozenset(() if found.universal else files.items()),  # a universal folder has a file for each tensor
+        )
+        if prepared is not None and self.settings.prove:
+            names = divided_names(prepared, unproved=unproved(prepared))
+            report = report._replace(fingerprinted=(prepared.grid.column, names))
+        if shards is None:
+            return report
+        signatures = frozenset(
+            (family, digest(sorted(alike.items())))
+            for name, entries in shards.signatures.items()
+            for family, alike in signature_by_family(name, entries, states=report.reshards_states).items()
+        )
+        checksums = frozenset(
+            (digest((column_of(name), marks)), name)
+            for name, marks in shards.checksums.items()
+            if sum(crc is not None for _, crc in marks) > 1
+        )
+        return report._replace(signatures=signatures, shard_checksums=checksums)
+
+    def folder(self, found: Found) -> str:
+        listing = found.checkpoint.listing if found.checkpoint is not None else found.listing
+        return listing.folder if listing is not None else self.where
+
+    def file_digests(self, found: Found, decision: Decision, files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+        """A digest of each file that all ranks read, and of the shards that this rank has opened, by their paths.
+
+        If DeepSpeed loads, a model file must be equal only in what all ranks have alike: each node may have saved its
+        own, with what the script keeps of its own and the statistics of its own batches.
+        """
+        models = (found.checkpoint.model, *found.checkpoint.stages) if found.checkpoint is not None else ()
+        alike = {model.path: digest(rank_independent_text(model)) for model in models if decision.loader == "DeepSpeed"}
+        return {**found.prints, **files, **alike}
+
+    def compare_shards(self, found: Found, decision: Decision, states: bool) -> list[Fault]:
+        """Compare all that the shards of all ranks say. Collective."""
+        shards, folder = decision.shards, self.folder(found)
+        seen = gather((shards.signatures, shards.checksums) if shards is not None else ({}, {}))
+        faults = compare_signatures({k: v for one, _ in seen for k, v in one.items()}, folder, states=states)
+        return faults + compare_checksums({k: v for _, one in seen for k, v in one.items()}, folder)
+
+    def agreed(self, found: Found, decision: Decision) -> None:
+        """Refuse what DeepSpeed would execute of files that are not read here. Collective."""
+        unread = self.settings.enabled and decision.loader == "DeepSpeed, unread"
+        if unread and (found.tag or found.faults or self.run is None):
+            refuse_unsafe_files(self.where, found.tag or self.tag, universal=self.universal)
+
+    def fill(self, found: Found, decision: Decision) -> Result:
+        """Read, verify and install, or let DeepSpeed load; then report what was measured. Collective."""
+        resume = decision.resume
+        assert resume is not None and self._call is not None
+        with given(self.engine.optimizer) as resume.given:
+            if decision.prepared is not None:
+                return resume.report(_load_directly(self.engine, decision.prepared, self.settings, resume))
+            with phase("deepspeed"):
+                result = _by_deepspeed(self.engine, self._call, resume.request, found.tag or self.tag)
+            return resume.report(resume.after_deepspeed(result))
+
+    def _policy(self, found: Found) -> ResumePolicy:
+        """To load what this very run has saved is no resume."""
+        return self.policy if not found.own_save else ResumePolicy(report=self.policy.report)
+
+    def _reads_optimizer(self, found: Found) -> bool:
+        return restrict(self.request, self._policy(found)).load_optimizer
+
+    def _with_aside(self, found: Found) -> Found:
+        """Add what a resume policy needs of files that are not read here."""
+        unread = self.run is None or (found.tag and _is_unread(self.run, found))
+        if not unread or self._policy(found).is_default:
+            return found
+        aside = look_aside(self.where, found.tag or self.tag, universal=self.universal)
+        said = {aside.folder: digest(canonical(aside.entries))}
+        return replace(found, aside=aside, prints={**found.prints, **said})
 
 
 def _commit_pending_save(engine: DeepSpeedEngine) -> None:
@@ -148,189 +336,9 @@ def _commit_pending_save(engine: DeepSpeedEngine) -> None:
         engine._commit_decoupled_checkpoint()
 
 
-def _load(
-    engine: DeepSpeedEngine, mine: Considered | None, call: Call, request: Request, tag: object, steps: Steps
-) -> Result:
-    with phase("prepare"):
-        found, decision = agree_on_loader(engine, mine, request, tag, steps)
-    assert mine is not None and decision.resume is not None
-    resume, tag = decision.resume, found.tag or tag
-    with given(engine.optimizer) as resume.given:
-        if decision.prepared is not None:
-            return resume.report(_load_directly(engine, decision.prepared, mine.settings, resume))
-        with phase("deepspeed"):
-            result = _by_deepspeed(engine, call, resume.request, tag)
-        return resume.report(resume.after_deepspeed(result))
-
-
-@gc_disabled()
-def agree_on_loader(
-    engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object, steps: Steps
-) -> tuple[Found, Decision]:
-    """What was found, and what every rank does with it; raises on every rank where one is not ready. Collective."""
-    found = _found(engine, mine, request, tag)
-    with digests() as read:
-        decision = _decide(engine, mine, found, request, steps)
-    decision.files = read
-    ready = None
-    if mine is not None:
-        subject = f"loading {request.load_dir}"
-        ready = steps.take(lambda: _said(mine, found, decision, request), subject=subject, always=True)
-    told = steps.gather(ready or ReadinessReport())
-    check_ranks_agree(told, steps, found, decision, request)
-    unread = mine is not None and mine.settings.enabled and decision.loader == "DeepSpeed, unread"
-    if mine is not None and unread and (found.tag or found.faults or mine.run is None):
-        refuse_unsafe_files(request.load_dir, found.tag or tag, universal=mine.universal)
-    return found, decision
-
-
-def _found(engine: DeepSpeedEngine, mine: Considered | None, request: Request, tag: object) -> Found:
-    """What rank 0 found; every rank reads the checkpoint's own two files by what rank 0 lists. Collective."""
-    found = Found()
-    if mine is not None and rank() == 0:
-        seen, faults, _ = attempt(lambda: _find(engine, mine, request, tag))
-        found = seen or Found(faults=tuple(faults))
-    told = broadcast(found.told())
-    if mine is None:
-        return told
-    if rank() == 0 and not found.unread:
-        return found
-    seen, faults, _ = attempt(lambda: _find_too(engine, mine, request, tag, told))
-    return seen or replace(told, faults=tuple(faults))
-
-
-def _find_too(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object, told: Found) -> Found:
-    """Every rank: what this rank sees of what rank 0 found."""
-    if told.faults:
-        return told
-    run = mine.run
-    if run is not None and (told.listing is not None or told.universal):
-        wanted = restrict(request, _policy(mine, told)).load_optimizer
-        if told.listing is not None:
-            told = replace(told, listing=with_names(told.listing, run.module.names, mine.settings.names))
-        found = look_too(told, optimizer=wanted, row=run.grid.row)
-        if found.faults and told.listing is not None and run.node_local:
-            found = look_on_node(
-                found, run.data_rank, run.data_ranks if run.columns == 1 else 0, optimizer=wanted and run.stage > 0
-            )
-        return _with_aside(mine, request, tag, found)
-    if mine.settings.enabled and not (tag or told.tag or told.checkpoint):
-        file = f"{request.load_dir}/{deepspeeds_file(universal=mine.universal)}"
-        return replace(told, faults=(other_folder(file, "none", "one"),) if folders.is_file(file) else ())
-    return told
-
-
-def _policy(mine: Considered, found: Found) -> ResumePolicy:
-    """To load what this very run has saved is no resume."""
-    return mine.policy if not found.own_save else ResumePolicy(report=mine.policy.report)
-
-
-def _find(engine: DeepSpeedEngine, mine: Considered, request: Request, tag: object) -> Found:
-    """Rank 0: what the folder holds, and what the resume policy needs to know of it."""
-    load_dir, universal, run = request.load_dir, mine.universal, mine.run
-    own_save = not mine.policy.is_default and was_saved_by(engine, load_dir, tag, universal=universal)
-    found = Found(own_save=own_save)
-    if run is not None:
-        wanted = restrict(request, _policy(mine, found)).load_optimizer
-        names, row = mine.settings.names, run.grid.row
-        rename = partial(with_names, run=run.module.names, names=names)
-        looked = look(
-            load_dir, tag, optimizer=wanted, universal=universal, names=names, row=row, later=True, rename=rename
-        )
-        found = replace(looked, own_save=own_save)
-    elif mine.settings.enabled:
-        named = tag if tag is not None else latest_tag(load_dir, deepspeeds_file(universal=universal))
-        found = replace(found, tag=str(named or ""))
-    return found if found.unread else _with_aside(mine, request, tag, found)
-
-
-def _with_aside(mine: Considered, request: Request, tag: object, found: Found) -> Found:
-    """The same with what a resume policy needs of files that are not read here."""
-    unread = mine.run is None or (found.tag and _is_unread(mine.run, found))
-    if not unread or _policy(mine, found).is_default:
-        return found
-    aside = look_aside(request.load_dir, found.tag or tag, universal=mine.universal)
-    said = {aside.folder: digest(canonical(aside.entries))}
-    return replace(found, aside=aside, prints={**found.prints, **said})
-
-
 def _is_unread(run: Run, found: Found) -> bool:
-    """Whether DeepSpeed loads, as there is nothing that is read here."""
+    """True if DeepSpeed loads because nothing is read here."""
     return found.checkpoint is None and (not found.faults or as_saved(run, found))
-
-
-def _decide(engine: DeepSpeedEngine, mine: Considered | None, found: Found, request: Request, steps: Steps) -> Decision:
-    """What this rank does with what rank 0 found; every fault that can be known before the engine changes."""
-    made, subject = Decision(), f"loading {request.load_dir}"
-    if mine is None:
-        return made
-    policy = _policy(mine, found)
-    made.resume = resume = steps.take(lambda: Resume(engine, policy, request, mine.settings), subject=subject)
-    if resume is None:
-        return made
-    steps.take(resume.check_policy, subject=subject)
-    run = mine.run
-    if run is None or _is_unread(run, found):
-        made.loader = "DeepSpeed, unread"
-        if is_url(request.load_dir) and mine.settings.enabled:
-            steps.take(lambda: raise_faults([reads_no_url(request.load_dir)], subject=subject), subject=subject)
-        if found.tag or run is None:  # else there is nothing to load, and nothing to apply a policy to
-            steps.take(lambda: raise_faults(found.faults if run is None else (), subject=subject), subject=subject)
-            steps.take(lambda: resume.check_unread_load(found.aside), subject=subject)
-        return made
-    steps.take(lambda: raise_faults(found.faults, subject=subject), subject=subject)
-    checkpoint = found.checkpoint
-    if checkpoint is None:
-        return made
-    groups = SavedGroups(run.optimizer, checkpoint, run.grid, optimizer=resume.request.load_optimizer)
-    steps.take(lambda: resume.read(checkpoint, groups, mine.settings), subject=subject)
-    shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
-    made.shards, asked = shards, replace(resume.request, tag=found.tag)
-    resume.request, folder = asked, f"loading {checkpoint.listing.folder}"
-    leave = steps.take(lambda: leave_to_deepspeed(run, mine.settings, checkpoint, asked, shards), subject=folder)
-    made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
-    if leave is False:
-        made.prepared = steps.take(lambda: prepare(run, checkpoint, groups, asked, mine.settings), subject=folder)
-        made.shards = made.prepared.shards if made.prepared is not None else None
-    return made
-
-
-def _said(mine: Considered, found: Found, decision: Decision, request: Request) -> ReadinessReport:
-    """What this rank says of itself, as much as it can where it has failed."""
-    view, shards, prepared = (
-        repr((mine.run is not None, mine.settings.enabled, mine.policy)),
-        decision.shards,
-        decision.prepared,
-    )
-    given = request.given if mine.settings.enabled else None
-    ready = ReadinessReport(
-        route=view,
-        policy=mine.policy,
-        loader=decision.loader,
-        arguments=given,
-        reshards_states=decision.reshards_states,
-    )
-    read = [sorted(files.items()) for files in (found.prints, decision.files) if files]
-    sets = (zip(*files, strict=True) for files in read)
-    ready = ready._replace(file_sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets))
-    if not found.universal:  # which has a file for each tensor
-        ready = ready._replace(files=frozenset(decision.files.items()))
-    if prepared is not None and mine.settings.prove:
-        names = divided_names(prepared, unproved=unproved(prepared))
-        ready = ready._replace(fingerprinted=(prepared.grid.column, names))
-    if shards is None:
-        return ready
-    signatures = frozenset(
-        (family, digest(sorted(alike.items())))
-        for name, said in shards.signatures.items()
-        for family, alike in signature_by_family(name, said, states=ready.reshards_states).items()
-    )
-    prints = frozenset(
-        (digest((column_of(name), marks)), name)
-        for name, marks in shards.checksums.items()
-        if sum(crc is not None for _, crc in marks) > 1
-    )
-    return ready._replace(signatures=signatures, shard_checksums=prints)
 
 
 def as_saved(run: Run, found: Found) -> bool:

@@ -44,15 +44,15 @@ from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
-from ds_reshard.hosts.deepspeed.load import Considered, agree_on_loader
+from ds_reshard.hosts.deepspeed.load import Decision, DeepSpeedLoad
 from ds_reshard.hosts.deepspeed.move import counters, group_values
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, prepare
-from ds_reshard.hosts.deepspeed.ready import Decision
 from ds_reshard.hosts.deepspeed.resume import UNHOOKED, policy_of, report, restrict, scheduler_seam_off
 from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_settings
 from ds_reshard.model.index import Index
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
+from ds_reshard.operations.load import prepare as agree_to_load
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.lr_preview import HOOKS_NEEDED
@@ -310,9 +310,10 @@ class _Forecasting:
         settings = replace(settings, trust=trusted(settings.trust))
         policy = policy_of(run.kind, settings, module_only=False)
         direct = settings.enabled and not (run.features and run.universal)
-        context = Considered(settings=settings, policy=policy, universal=run.universal, run=run if direct else None)
+        load = DeepSpeedLoad(coming, self.request, self.tag)
+        load.settings, load.policy, load.universal, load.run = settings, policy, run.universal, run if direct else None
         with scheduler_seam_off(), in_force(PickleRules(settings.trust)):
-            found, decision = agree_on_loader(coming, context, self.request, self.tag, Steps())
+            found, decision = agree_to_load(load, Steps())
             if all_shards and found.checkpoint is not None:
                 raise_faults(_open_all_shards(found.checkpoint, decision), subject=f"loading {self.request.load_dir}")
         if decision.loader != "DeepSpeed" or found.checkpoint is None:
