@@ -44,8 +44,8 @@ BUDGETS = {
     "containers": (("containers",), 6600),
     "formats/zero": (("formats/zero",), 7360),
     "other formats": (("formats",), 8320),
-    "operations": (("operations",), 5240),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7125),
+    "operations": (("operations",), 5425),
+    "hosts/deepspeed": (("hosts/deepspeed",), 6985),
     "other hosts": (("hosts",), 11460),
     "resume, hooks, cli, testing, top": ((".",), 7320),
 }
