@@ -74,7 +74,10 @@ def load_differing(run: Run, model: Model, folder: str, who: int | None, differs
             return checkpoint, dict.fromkeys(digests, b"another") if own and differs == "another file" else digests
 
         stack.enter_context(mock.patch.object(find_checkpoint, "read_heads", read))
-        failing = {"unreadable, sizes too": (find_checkpoint, "saved_sizes"), "says nothing": (load.DeepSpeedLoad, "readiness")}
+        failing = {
+            "unreadable, sizes too": (find_checkpoint, "saved_sizes"),
+            "says nothing": (load.DeepSpeedLoad, "readiness"),
+        }
         if own and differs in failing:
             fails = mock.Mock(side_effect=RuntimeError("out of order"))
             stack.enter_context(mock.patch.object(*failing[differs], fails))
