@@ -498,6 +498,13 @@ FUNCTIONS = frozenset(
     }.items()
     for name in names.split()
 )
+_SIGNALS = (
+    "ABRT ALRM BUS CHLD CLD CONT FPE HUP ILL INT IO IOT KILL PIPE POLL PROF PWR QUIT RTMAX RTMIN SEGV STKFLT STOP SYS "
+    "TERM TRAP TSTP TTIN TTOU URG USR1 USR2 VTALRM WINCH XCPU XFSZ"
+)
+SIGNALS = frozenset(f"signal.SIG{name}" for name in _SIGNALS.split())
+for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(SIGNALS)):
+    _allow(_module, _name, "the number of a signal, as Python 3.11.0 to 3.11.3 pickle it")
 for _module, _, _name in (dotted.rpartition(".") for dotted in sorted(FUNCTIONS)):
     _allow(_module, _name, "a function of numbers, that stands for itself and is not called")
 _allow(

@@ -21,7 +21,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from ds_reshard.containers.pickle_table import FUNCTIONS
+from ds_reshard.containers.pickle_table import FUNCTIONS, SIGNALS
 
 if TYPE_CHECKING:
     import numpy
@@ -449,7 +449,7 @@ VALUES: Mapping[str, Callable[[], object]] = types.MappingProxyType(
         },
         "builtins.Ellipsis": _constant(...),
         "builtins.NotImplemented": _constant(NotImplemented),
-        **{name: partial(_imported, *name.rsplit(".", 1)) for name in FUNCTIONS},
+        **{name: partial(_imported, *name.rsplit(".", 1)) for name in FUNCTIONS | SIGNALS},
         **_numpy_values(),
     }
 )

@@ -428,6 +428,16 @@ def test_an_enum_that_python_3_11_2_pickled_is_looked_up():
         again(by_name.replace(b"SIGTERM", b"SIGNONE"))
 
 
+def test_a_signal_that_python_3_11_2_pickled_is_looked_up_and_never_called():
+    """Its enum writes the name of a constant (enum.py `_reduce_ex_by_global_name`), as of Megatron's --exit-signal."""
+    by_name = b"\x80\x02csignal\nSIGTERM\nq\x00."
+    assert pickle.loads(by_name) is signal.SIGTERM
+    assert again(by_name) is signal.SIGTERM
+    for data in (b"\x80\x02csignal\nSIGTERM\n)R.", by_name.replace(b"SIGTERM", b"raise_signal")):
+        with pytest.raises(UnsafePickle):
+            again(data)
+
+
 @pytest.mark.parametrize(
     ("data", "complaint"),
     [
