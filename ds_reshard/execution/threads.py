@@ -22,7 +22,18 @@ from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.interfaces import BETWEEN_NBYTES, Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
-from ds_reshard.planning.copies import BUFFER, BYTE_OFFSET, ELEMENT_OFFSET, NUMEL, PLANES, RECORD, ROWS, TYPES, Copies
+from ds_reshard.planning.copies import (
+    BUFFER,
+    BYTE_OFFSET,
+    ELEMENT_OFFSET,
+    NUMEL,
+    PLANES,
+    RECORD,
+    ROW_BYTES,
+    ROWS,
+    TYPES,
+    Copies,
+)
 from ds_reshard.planning.plan import Plan, cut_checks
 
 
@@ -59,6 +70,7 @@ class OpenFiles:
 # Large enough that a system call costs nothing, small enough that the checksum finds the bytes in cache.
 _CHUNK_NBYTES = 2 << 20
 _VECTORS = 512  # with what lies between them less than the 1024 that Linux takes (IOV_MAX)
+_LARGE_ROW_NBYTES = 8 << 10
 _WASTED = 0.03
 """Of a store larger gaps are read along too, as long as all of them are no more than such a part of what is wanted."""
 
@@ -160,10 +172,14 @@ class ThreadExecutor:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
     def _by_rows(self, copies: Copies, targets: Mapping[str, Target]) -> NDArray[numpy.bool_]:
-        """For each copy, True if it has rows that fit a chunk, and they go to memory of the host as they are."""
+        """For each copy, True if it has rows that fit a chunk, and they go to memory of the host as they are.
+
+        Large rows with nothing between them are read straight to their places, many in one call.
+        """
         table, several = copies.table, len(copies.types)
+        nbytes = table[NUMEL] * copies.itemsizes
         rows: NDArray[numpy.bool_] = table[ROWS] * table[PLANES] > 1
-        rows &= table[NUMEL] * copies.itemsizes <= self.chunk_nbytes
+        rows &= (nbytes <= self.chunk_nbytes) & ((table[ROW_BYTES] != nbytes) | (nbytes < _LARGE_ROW_NBYTES))
         pairs, which = numpy.unique(table[BUFFER] * several + table[TYPES], return_inverse=True)
         in_place = [
             targets[copies.buffers[pair // several]].view(0, 0, copies.types[pair % several][0]) is not None
