@@ -37,7 +37,6 @@ from ds_reshard.execution.scatter import (
     chunks,
     chunks_of_rows,
     deal,
-    row_nbytes,
     scattering,
     straight,
 )
@@ -412,7 +411,8 @@ class _Load:
             return False
         finally:
             self._files.release(path)
-        nbytes, step = (run.nbytes, 0) if alone else row_nbytes(run.copies[0])
+        copy = run.copies[0]
+        nbytes, step = (run.nbytes, 0) if alone else (copy.row_nbytes, copy.step_nbytes)
         if host.checksum and not alone:
             crc = crc32_of_rows((memory[at : at + nbytes] for _, at, _ in rows), step)
         with self._noting:

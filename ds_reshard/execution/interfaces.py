@@ -18,10 +18,6 @@ Saw: TypeAlias = "Callable[[Sequence[Copy], Sequence[memoryview]], None]"
 """Takes copies that were read, and the bytes of each."""
 
 
-BETWEEN_NBYTES = 16 << 10
-"""Bytes that nobody wants are read along with those around them, where a system call of its own would cost more."""
-
-
 class Target(Protocol):
     """A flat buffer of the rank that bytes are moved into; offsets and lengths count elements."""
 

@@ -15,7 +15,6 @@ from math import gcd, prod
 import torch
 
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.execution.interfaces import BETWEEN_NBYTES
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import Copy
@@ -33,12 +32,16 @@ Named = Callable[[Copy], str]
 class Run:
     """Copies of one type that follow each other in a record: they are read together, to `position` of a chunk.
 
-    A copy with rows is alone. Its rows lie in the chunk as they do in the file if it is a `window`, else end to end.
+    A copy with rows is alone. Its rows lie in the chunk as they do in the file if the gaps are read, else end to end.
     """
 
     position: int
     copies: list[Copy]
-    window: bool = False
+
+    @property
+    def window(self) -> bool:
+        """True if it is one copy whose rows are read with the gaps between them."""
+        return bool(self.copies[0].rows) and self.copies[0].reads_gaps
 
     @property
     def record(self) -> Record:
@@ -56,7 +59,7 @@ class Run:
     def nbytes(self) -> int:
         """Bytes that it takes in the chunk."""
         last = self.copies[-1]
-        return window_nbytes(last) if self.window else last.byte_offset + last.nbytes - self.byte_offset
+        return last.window_nbytes if self.window else last.byte_offset + last.nbytes - self.byte_offset
 
     def continues_with(self, copy: Copy) -> bool:
         """Whether the copy may be the next; bytes of another type might not be aligned there."""
@@ -74,9 +77,10 @@ class Run:
         if not self.copies[0].rows:
             yield self.byte_offset, self.position, self.nbytes
             return
-        nbytes, step = row_nbytes(self.copies[0])
+        copy = self.copies[0]
+        nbytes, step = copy.row_nbytes, copy.step_nbytes
         place_step = step if self.window else nbytes
-        for number in range(self.copies[0].rows[0].times):
+        for number in range(copy.rows[0].times):
             yield self.byte_offset + number * step, self.position + number * place_step, nbytes
 
     def placed(self) -> Iterator[tuple[Copy, int]]:
@@ -106,33 +110,11 @@ class Chunk:
         return ", ".join(named) + (f" and {len(copies) - 4} more" if len(copies) > 4 else "")
 
 
-def row_nbytes(copy: Copy) -> tuple[int, int]:
-    """The bytes of a row of a copy, and the bytes from the begin of one row to that of the next in the file."""
-    return copy.numel * copy.dtype.itemsize, copy.rows[0].first_step * copy.dtype.itemsize
-
-
-def window_nbytes(copy: Copy) -> int:
-    """The bytes from a copy's first row to its last one, with those between."""
-    nbytes, step = row_nbytes(copy)
-    return (copy.rows[0].times - 1) * step + nbytes
-
-
 def chunks_of_rows(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
-    """Copies with rows, in order, as many rows of one in a chunk as fit within the capacity; a row must.
-
-    Rows that lie near each other are read with the bytes between them.
-    """
+    """Copies with rows, in order, as many rows of one in a chunk as fit within the capacity; a row must."""
     for copy in copies:
-        (rows,), (nbytes, step) = copy.rows, row_nbytes(copy)
-        window = step - nbytes <= BETWEEN_NBYTES
-        most = (capacity_nbytes - nbytes) // step + 1 if window else capacity_nbytes // nbytes
-        for first in range(0, rows.times, most):
-            part = copy._replace(
-                byte_offset=copy.byte_offset + first * step,
-                element_offset=copy.element_offset + first * rows.second_step,
-                rows=(rows._replace(times=min(most, rows.times - first)),),
-            )
-            run = Run(position=0, copies=[part], window=window)
+        for part in copy.row_parts(capacity_nbytes):
+            run = Run(position=0, copies=[part])
             yield Chunk(runs=(run,), nbytes=run.nbytes, named=named)
 
 
@@ -237,7 +219,7 @@ def scattering(
     groups: dict[tuple[str, ElementType], list[Block]] = {}
     for run in runs:
         for copy, at in run.placed():
-            groups.setdefault((copy.buffer, copy.dtype), []).append(_block(copy, at, window=run.window))
+            groups.setdefault((copy.buffer, copy.dtype), []).append(_block(copy, at))
     table: tuple[list[int], list[int], list[int]] = ([], [], [])
     scatters = []
     for (buffer, dtype), group in groups.items():
@@ -257,13 +239,13 @@ def scattering(
     return Scattering(scatters=tuple(scatters), table=table)
 
 
-def _block(copy: Copy, at: int, *, window: bool) -> Block:
+def _block(copy: Copy, at: int) -> Block:
     """A copy that lies at a byte of a chunk."""
-    first, itemsize = at // copy.dtype.itemsize, copy.dtype.itemsize
+    first = at // copy.dtype.itemsize
     if not copy.rows:
         return Block(first, copy.element_offset, (copy.numel,), (1,), (1,))
-    step = row_nbytes(copy)[1] // itemsize if window else copy.numel
-    ((times, _, target_step),) = copy.rows
+    ((times, file_step, target_step),) = copy.rows
+    step = file_step if copy.reads_gaps else copy.numel
     return Block(first, copy.element_offset, (times, copy.numel), (step, 1), (target_step, 1))
 
 

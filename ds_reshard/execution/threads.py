@@ -19,20 +19,21 @@ from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
 from ds_reshard.containers.remote import changed, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault
-from ds_reshard.execution.interfaces import BETWEEN_NBYTES, Outcome, Saw, Slice, Target, ended_early, read_failed
+from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import (
+    BETWEEN_NBYTES,
     BUFFER,
     BYTE_OFFSET,
     ELEMENT_OFFSET,
     NUMEL,
-    PLANES,
     RECORD,
     ROW_BYTES,
     ROWS,
     TYPES,
     Copies,
+    Copy,
 )
 from ds_reshard.planning.plan import Plan, cut_checks
 
@@ -73,33 +74,6 @@ _VECTORS = 512  # with what lies between them less than the 1024 that Linux take
 _LARGE_ROW_NBYTES = 8 << 10
 _WASTED = 0.03
 """Of a store larger gaps are read along too, as long as all of them are no more than such a part of what is wanted."""
-
-
-class _Rows(NamedTuple):
-    """Rows at equal distances that one thread reads: `times` rows of `row_nbytes`, `step` bytes apart in the file.
-
-    In the target they lie `element_step` elements apart.
-    """
-
-    record: Record
-    byte_offset: int
-    row_nbytes: int
-    times: int
-    step: int
-    buffer: str
-    element_offset: int
-    element_step: int
-    dtype: ElementType
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are wanted."""
-        return self.times * self.row_nbytes
-
-    @property
-    def window_nbytes(self) -> int:
-        """Bytes from the first row to the last one, with those between."""
-        return (self.times - 1) * self.step + self.row_nbytes
 
 
 class _Batch(NamedTuple):
@@ -158,14 +132,13 @@ class ThreadExecutor:
         outcome.faults += before.changed_faults()
         return outcome
 
-    def _batches(
-        self, plan: Plan, targets: Mapping[str, Target], *, remote: bool
-    ) -> Iterator[Sequence[_Batch | _Rows]]:
+    def _batches(self, plan: Plan, targets: Mapping[str, Target], *, remote: bool) -> Iterator[Sequence[_Batch | Copy]]:
         """The batches of a plan, a list for each portion of its runs: what many rows are is not kept all at once."""
         copies = Copies.of(plan.copies)
         if not remote and self.saw is None:
             by_rows = self._by_rows(copies, targets)
-            yield list(self._rows(copies.take(by_rows)))
+            rows = copies.take(by_rows).planes_apart()
+            yield [part for copy in rows for part in copy.row_parts(self.chunk_nbytes)]
             copies = copies.take(~by_rows)
         yield from self._runs(copies, remote=remote)
         if self.checksum and plan.checks:
@@ -178,7 +151,7 @@ class ThreadExecutor:
         """
         table, several = copies.table, len(copies.types)
         nbytes = table[NUMEL] * copies.itemsizes
-        rows: NDArray[numpy.bool_] = table[ROWS] * table[PLANES] > 1
+        rows: NDArray[numpy.bool_] = table[ROWS] > 1
         rows &= (nbytes <= self.chunk_nbytes) & ((table[ROW_BYTES] != nbytes) | (nbytes < _LARGE_ROW_NBYTES))
         pairs, which = numpy.unique(table[BUFFER] * several + table[TYPES], return_inverse=True)
         in_place = [
@@ -188,27 +161,6 @@ class ThreadExecutor:
         if in_place:
             rows &= numpy.array(in_place, dtype=bool)[which]
         return rows
-
-    def _rows(self, copies: Copies) -> Iterator[_Rows]:
-        """The rows of each copy, as many at once as a chunk holds, with the bytes between them if these are few."""
-        for columns in copies.planes_apart().table.T.tolist():
-            record, byte_offset, numel, types, buffer, at, times, step, element_step, *_ = columns
-            dtype = copies.types[types][0]
-            row_nbytes = numel * dtype.itemsize
-            near = step - row_nbytes <= BETWEEN_NBYTES
-            most = (self.chunk_nbytes - row_nbytes) // step + 1 if near else self.chunk_nbytes // row_nbytes
-            for first in range(0, times, most):
-                yield _Rows(
-                    record=copies.records[record],
-                    byte_offset=byte_offset + first * step,
-                    row_nbytes=row_nbytes,
-                    times=min(most, times - first),
-                    step=step,
-                    buffer=copies.buffers[buffer],
-                    element_offset=at + first * element_step,
-                    element_step=element_step,
-                    dtype=dtype,
-                )
 
     def _runs(self, part: Copies, *, remote: bool) -> Iterator[list[_Batch]]:
         """The same without rows: each run by itself."""
@@ -282,13 +234,13 @@ class _Work:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _scratch: threading.local = field(default_factory=threading.local)
 
-    def run_all(self, batches: Iterator[_Batch | _Rows]) -> None:
+    def run_all(self, batches: Iterator[_Batch | Copy]) -> None:
         """Run batches until none is left; the iterator is shared with the other threads."""
         for batch in batches:
             path = batch.record.path
             try:
                 file = self.files.acquire(path)
-                if isinstance(batch, _Rows):
+                if isinstance(batch, Copy):
                     self._move_rows(batch, file)
                 else:
                     self._move(batch, file)
@@ -315,31 +267,30 @@ class _Work:
             if self.executor.checksum:
                 self.outcome.slices.setdefault(record, []).extend(slices)
 
-    def _move_rows(self, rows: _Rows, fd: Opened) -> None:
-        """Read rows to where they belong: row by row, or all that lies from the first to the last one."""
-        step, count = rows.element_step * rows.dtype.itemsize, rows.row_nbytes
-        numel = (rows.times - 1) * rows.element_step + count // rows.dtype.itemsize
-        memory = self.targets[rows.buffer].view(rows.element_offset, numel, rows.dtype)
+    def _move_rows(self, copy: Copy, fd: Opened) -> None:
+        """Read rows to where they belong: all that lies from the first to the last one, or row by row."""
+        ((times, _, target_step),), nbytes = copy.rows, copy.row_nbytes
+        step, numel = target_step * copy.dtype.itemsize, (times - 1) * target_step + copy.numel
+        memory = self.targets[copy.buffer].view(copy.element_offset, numel, copy.dtype)
         assert memory is not None
-        places = [memory[at : at + count] for at in range(0, rows.times * step, step)]
-        if rows.window_nbytes <= self.executor.chunk_nbytes:
-            window = self._scratch_memory()[: rows.window_nbytes]
-            if not self._read_together(fd, rows.byte_offset, [window], rows):
+        places = [memory[at : at + nbytes] for at in range(0, times * step, step)]
+        if copy.reads_gaps:
+            window = self._scratch_memory()[: copy.window_nbytes]
+            if not self._read_together(fd, copy.byte_offset, [window], copy):
                 return
-            _strided(memory, rows.times, count, step)[:] = _strided(window, rows.times, count, rows.step)
+            _strided(memory, times, nbytes, step)[:] = _strided(window, times, nbytes, copy.step_nbytes)
         else:
-            offset = rows.byte_offset
+            offset = copy.byte_offset
             for place in places:
                 got = read_into(fd, [place], offset)
-                if got < count and not self._read_together(fd, offset + got, [place[got:]], rows):
+                if got < nbytes and not self._read_together(fd, offset + got, [place[got:]], copy):
                     return
-                offset += rows.step
+                offset += copy.step_nbytes
         slices = []
         if self.executor.checksum:
-            crc = crc32_of_rows(places, rows.step)
-            at = rows.byte_offset - rows.record.byte_offset
-            slices.append(Slice(at, count, crc, rows.times, rows.step))
-        self._note(rows.record, rows.nbytes, slices)
+            at, crc = copy.byte_offset - copy.record.byte_offset, crc32_of_rows(places, copy.step_nbytes)
+            slices.append(Slice(at, nbytes, crc, times, copy.step_nbytes))
+        self._note(copy.record, copy.nbytes, slices)
 
     def _views(
         self, batch: _Batch
@@ -389,7 +340,7 @@ class _Work:
             together.append(view)
         return self._read_together(fd, offsets[first], together, batch)
 
-    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch | _Rows) -> bool:
+    def _read_together(self, fd: Opened, offset: int, views: list[memoryview], batch: _Batch | Copy) -> bool:
         while views:
             got = read_into(fd, views, offset)
             if got == 0:

@@ -3,11 +3,10 @@
     read_run    the run as plain values, its settings and its resume policy         every rank
     find        rank 0 finds the checkpoint; one broadcast; every rank reads its headers
     choose      tensors, groups and states matched; who loads; the reads planned     every rank
-    agree       all that is wrong on any rank, raised on every rank; nothing has changed
-    fill        bytes are read, verified and installed; or the framework loads        every rank
-    report      measured in the run after the load
+    agreed      all that is wrong on any rank, raised on every rank; nothing has changed
+    fill        bytes are read, verified and installed, or the framework loads; then the report of what the run holds
 
-A host fills in the steps as a `HostLoad`. Preflight is the load up to `agree`, of a run that has not started.
+A host fills in the steps as a `HostLoad`. Preflight is the load up to `agreed`, of a run that has not started.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ R = TypeVar("R", covariant=True)
 class HostLoad(Protocol[F, C, R]):
     """One load into a run of a host. `load` calls these methods in this order; a method may raise on one rank alone.
 
-    A host's `choose` takes its own steps, so that a failure of one rank stops none of the others before `agree`.
+    A host's `choose` takes its own steps, so that a failure of one rank stops none of the others before they agree.
     `agreed` and `fill` are collective, and so is `compare_shards`, which is called only after a difference.
     """
 

@@ -57,7 +57,40 @@ class Copy(NamedTuple):
             numel=numel,
         )
 
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row in the file."""
+        return self.numel * self.dtype.itemsize
 
+    @property
+    def step_nbytes(self) -> int:
+        """Bytes from the beginning of a row to that of the next; of a copy with one level of rows."""
+        return self.rows[0].first_step * self.dtype.itemsize
+
+    @property
+    def window_nbytes(self) -> int:
+        """Bytes from the beginning of the first row to the end of the last; of a copy with one level of rows."""
+        return (self.rows[0].times - 1) * self.step_nbytes + self.row_nbytes
+
+    @property
+    def reads_gaps(self) -> bool:
+        """True if its rows lie so near each other that the bytes between them are read along."""
+        return self.step_nbytes - self.row_nbytes <= BETWEEN_NBYTES
+
+    def row_parts(self, capacity_nbytes: int) -> Iterator[Copy]:
+        """Yield copies of as many rows as a buffer of `capacity_nbytes` holds, with the gaps if they are read."""
+        ((times, _, target_step),), row, step = self.rows, self.row_nbytes, self.step_nbytes
+        most = (capacity_nbytes - row) // step + 1 if self.reads_gaps else capacity_nbytes // row
+        for first in range(0, times, most):
+            yield self._replace(
+                byte_offset=self.byte_offset + first * step,
+                element_offset=self.element_offset + first * target_step,
+                rows=(self.rows[0]._replace(times=min(most, times - first)),),
+            )
+
+
+BETWEEN_NBYTES = 16 << 10
+"""Bytes that nobody wants are read along with those around them if a system call of its own would cost more."""
 RECORD, BYTE_OFFSET, NUMEL, TYPES, BUFFER, ELEMENT_OFFSET = range(6)
 ROWS, ROW_BYTES, ROW_ELEMENTS, PLANES, PLANE_BYTES, PLANE_ELEMENTS = range(6, 12)
 _WIDTH = 12

@@ -39,8 +39,8 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3755),
-    "execution": (("execution",), 3161),
+    "model, planning": (("model", "planning"), 3784),
+    "execution": (("execution",), 3090),
     "containers": (("containers",), 6610),
     "formats/zero": (("formats/zero",), 7360),
     "other formats": (("formats",), 8320),

@@ -29,7 +29,7 @@ from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Rows
 from ds_reshard.operations.ranks import Sums, are_complete
-from ds_reshard.planning.copies import Copy
+from ds_reshard.planning.copies import ROWS, Copies, Copy
 from ds_reshard.planning.plan import Check, Plan, cut_checks
 from ds_reshard.testing import ExecutorSuite
 from ds_reshard.testing.suites import checksum_faults, open_files, write_record
@@ -240,6 +240,17 @@ def test_rows_of_planes_and_gaps_in_the_buffer_stay(tmp_path):
     expected[:, :, :5] = values[:, :, 10:15]
     assert torch.equal(found.view(2, 50, 7), expected)
     assert outcome.faults == []
+
+
+def test_planes_of_one_row_are_read_as_they_are(tmp_path):
+    """Such a copy has planes, and no rows inside them."""
+    values = torch.arange(4 * 30, dtype=torch.float32)
+    record = write_record(str(tmp_path), "file", values.numpy().tobytes())
+    copies = Copies.of([Copy(record, record.byte_offset, 5, FP32, "part", 0, FP32, (Rows(4, 30, 5), Rows(2, 10, 20)))])
+    copies.table[ROWS] = 1
+    found = torch.zeros(20)
+    ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(Plan(copies=copies), {"part": TensorTarget(found)})
+    assert torch.equal(found.view(4, 5), values.view(4, 30)[:, :5])
 
 
 def test_threads_wait_for_each_other_once_between_rows_and_other_copies(tmp_path, monkeypatch):
