@@ -269,7 +269,7 @@ class _Work:
 
     def _move_rows(self, copy: Copy, fd: Opened) -> None:
         """Read rows to where they belong: all that lies from the first to the last one, or row by row."""
-        ((times, _, target_step),), nbytes = copy.rows, copy.row_nbytes
+        ((times, _, target_step),), nbytes, file_step = copy.rows, copy.row_nbytes, copy.step_nbytes
         step, numel = target_step * copy.dtype.itemsize, (times - 1) * target_step + copy.numel
         memory = self.targets[copy.buffer].view(copy.element_offset, numel, copy.dtype)
         assert memory is not None
@@ -278,18 +278,18 @@ class _Work:
             window = self._scratch_memory()[: copy.window_nbytes]
             if not self._read_together(fd, copy.byte_offset, [window], copy):
                 return
-            _strided(memory, times, nbytes, step)[:] = _strided(window, times, nbytes, copy.step_nbytes)
+            _strided(memory, times, nbytes, step)[:] = _strided(window, times, nbytes, file_step)
         else:
             offset = copy.byte_offset
             for place in places:
                 got = read_into(fd, [place], offset)
                 if got < nbytes and not self._read_together(fd, offset + got, [place[got:]], copy):
                     return
-                offset += copy.step_nbytes
+                offset += file_step
         slices = []
         if self.executor.checksum:
-            at, crc = copy.byte_offset - copy.record.byte_offset, crc32_of_rows(places, copy.step_nbytes)
-            slices.append(Slice(at, nbytes, crc, times, copy.step_nbytes))
+            at, crc = copy.byte_offset - copy.record.byte_offset, crc32_of_rows(places, file_step)
+            slices.append(Slice(at, nbytes, crc, times, file_step))
         self._note(copy.record, copy.nbytes, slices)
 
     def _views(

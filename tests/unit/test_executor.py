@@ -249,7 +249,9 @@ def test_planes_of_one_row_are_read_as_they_are(tmp_path):
     copies = Copies.of([Copy(record, record.byte_offset, 5, FP32, "part", 0, FP32, (Rows(4, 30, 5), Rows(2, 10, 20)))])
     copies.table[ROWS] = 1
     found = torch.zeros(20)
-    ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(Plan(copies=copies), {"part": TensorTarget(found)})
+    ThreadExecutor(threads=1, memory_nbytes=4096, checksum=True).execute(
+        Plan(copies=copies), {"part": TensorTarget(found)}
+    )
     assert torch.equal(found.view(4, 5), values.view(4, 30)[:, :5])
 
 
