@@ -158,3 +158,17 @@ def test_weights_in_another_memory_format_are_refused_as_such(
     for told in worlds[2].run("turns_jobs.load", run=target, turned=not turned, **given):
         assert told["error"] == "UnsupportedLayout" and told["unchanged"]
         assert ("row-major" if turned else "not contiguous in this run") in told["text"]
+
+
+@pytest.mark.parametrize("ranks", (1, 2))
+def test_masters_of_a_parameter_that_is_frozen_now_are_not_another_ones(
+    worlds: Any, tmp_path: Path, ranks: int
+) -> None:
+    """DeepSpeed matches masters of ZeRO stage 0 by their places, and the first step writes them into the weights."""
+    given = {"run": Run(0, ranks, "bf16"), "folder": str(tmp_path), "trained_alone": True}
+    worlds[ranks].run("turns_jobs.save", frozen="b", **given)
+    for told in worlds[ranks].run("turns_jobs.load", frozen="a", **given):
+        assert told["error"] == "CheckpointDamaged", told
+        assert "do not belong together" in told["text"] and "trains other parameters" in told["text"]
+    for told in worlds[ranks].run("turns_jobs.load", frozen="b", **given):
+        assert "error" not in told

@@ -30,13 +30,20 @@ def _by_columns(net: Pair) -> None:
     net.a.weight.data = net.a.weight.data.T.contiguous().T
 
 
-def _engine(run: Run, net: Pair, apart: bool) -> Any:
+def _engine(run: Run, seed: int, frozen: str, *, apart: bool, turned: bool, trained_alone: bool) -> Any:
+    """An engine whose optimizer lists both weights, in one group or `apart`; or, `trained_alone`, those it trains."""
     import deepspeed
 
-    weights = [net.a.weight, net.b.weight]
+    forget()
+    torch.manual_seed(seed)
+    net = Pair(frozen)
+    weights = [one for one in net.parameters() if one.requires_grad or not trained_alone]
     groups = [{"params": [one]} for one in weights] if apart else weights
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    return deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)[0]
+    engine = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)[0]
+    if turned:
+        _by_columns(net)
+    return engine
 
 
 def _moments(engine: Any) -> dict[str, Any]:
@@ -51,39 +58,38 @@ def _moments(engine: Any) -> dict[str, Any]:
             moments = optimizer.optimizer.state[flat].get("exp_avg")
             parts = [None if moments is None else moments[16 * n : 16 * n + 16] for n in range(len(params))]
             held = list(zip(params, parts, strict=True))
-        for param, one in held:
+        for param, one in held if not hasattr(optimizer, "fp16_groups") else ():  # which steps on masters
             found[names[param]] = None if one is None else one.detach().clone().view(4, 4), group["lr"]
     return found
 
 
 def save(
-    run: Run, folder: str, frozen: str, then: str | None = None, apart: bool = False, turned: bool = False
+    run: Run,
+    folder: str,
+    frozen: str,
+    then: str | None = None,
+    apart: bool = False,
+    turned: bool = False,
+    trained_alone: bool = False,
 ) -> dict[str, Any]:
     """Train what is not frozen, and save; `then` is what is frozen at the save."""
-    forget()
-    torch.manual_seed(3)
-    net = Pair(frozen)
-    engine = _engine(run, net, apart)
-    if turned:
-        _by_columns(net)
+    engine = _engine(run, 3, frozen, apart=apart, turned=turned, trained_alone=trained_alone)
     train(engine, 0, 3)
     if then is not None:
-        net.turn(then)
+        engine.module.turn(then)
     for group in engine.optimizer.param_groups:
         group["lr"] = 0.005
     engine.save_checkpoint(folder)
     return _moments(engine)
 
 
-def load(run: Run, folder: str, frozen: str, apart: bool = False, turned: bool = False) -> dict[str, Any]:
+def load(
+    run: Run, folder: str, frozen: str, apart: bool = False, turned: bool = False, trained_alone: bool = False
+) -> dict[str, Any]:
     import ds_reshard
 
-    forget()
-    torch.manual_seed(4)
-    net = Pair(frozen)
-    engine = _engine(run, net, apart)
-    if turned:
-        _by_columns(net)
+    engine = _engine(run, 4, frozen, apart=apart, turned=turned, trained_alone=trained_alone)
+    net = engine.module
     before = [one.detach().clone() for one in net.parameters()]
     with ds_reshard.install("deepspeed"):
         try:

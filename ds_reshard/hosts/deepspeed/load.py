@@ -67,7 +67,7 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     refuse_unsafe_files,
 )
 from ds_reshard.hosts.deepspeed.load_targets import state_faults
-from ds_reshard.hosts.deepspeed.move import Moved, divided_names, move, unproved
+from ds_reshard.hosts.deepspeed.move import Moved, divided_names, master_faults, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, scheduler_seam_off, was_saved_by
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
@@ -77,7 +77,7 @@ from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.operations.load import ReadinessReport, load
 from ds_reshard.operations.pickles import scan_files
-from ds_reshard.operations.ranks import Steps, gather, rank
+from ds_reshard.operations.ranks import Steps, gather, rank, run_on_all
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
@@ -307,7 +307,30 @@ class DeepSpeedLoad:
                 return resume.report(_load_directly(self.engine, decision.prepared, self.settings, resume))
             with phase("deepspeed"):
                 result = _by_deepspeed(self.engine, self._call, resume.request, found.tag or self.tag)
+            if found.checkpoint is not None and resume.request.load_optimizer and result[0] is not None:
+                self._check_masters(found.checkpoint)
             return resume.report(resume.after_deepspeed(result))
+
+    def _check_masters(self, checkpoint: AnyCheckpoint) -> None:
+        """Raise if masters of ZeRO stage 0 are not those of the weights beside them. Collective.
+
+        DeepSpeed matches them by their places (`load_state_dict`, runtime/fp16/fused_optimizer.py and
+        unfused_optimizer.py, 0.19.8): those of a parameter that this run freezes may be given to one of its shape.
+        """
+        run, folder = self.run, checkpoint.listing.folder
+        if run is None or run.optimizer is None or checkpoint.stage != 0 or not _keeps_own_masters(run):
+            return
+        live = run.optimizer
+        names, why = (
+            {name for buffer in live.buffers for name in buffer.shapes},
+            "the run trains other parameters than ",
+        )
+        why += "the saved one, or model and optimizer are of different steps or runs"
+        if self.settings.checksum:
+            refuse_use(self.engine, f"a load of {folder} did not finish")
+            faults = master_faults(self.engine, live, run.grid, names, folder=folder, why=why)
+            run_on_all(lambda: raise_faults(faults, subject=f"loading {folder}"), subject=f"loading {folder}")
+            restore_use(self.engine)
 
     def _policy(self, found: Found) -> ResumePolicy:
         """To load what this very run has saved is no resume."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -499,16 +499,24 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
     if live is None or prepared.values is None or not masters_read(prepared):
         return
     read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
-    held = zip(live.buffers, masters_of(engine), _weights_beside(engine, live, prepared.grid), strict=True)
-    for number, (buffer, masters, weights) in enumerate(held):
-        if weights is None or not all(name in read for name in buffer.shapes):
+    folder, why = prepared.checkpoint.listing.folder, "model and optimizer files are of different steps or runs"
+    yield from master_faults(engine, live, prepared.grid, read, folder=folder, why=why)
+
+
+def master_faults(
+    engine: DeepSpeedEngine, live: Optimizer, grid: LiveGrid, names: Container[str], *, folder: str, why: str
+) -> Iterator[Fault]:
+    """Yield a fault for each flat buffer of parameters with these names whose masters' cast is not its weights."""
+    buffers = zip(live.buffers, masters_of(engine), _weights_beside(engine, live, grid), strict=True)
+    for number, (buffer, masters, weights) in enumerate(buffers):
+        if weights is None or not all(name in names for name in buffer.shapes):
             continue
         at = _first_difference(masters.detach().view(-1), weights.detach().view(-1))
         if at is not None:
             yield CheckpointDamaged.fault(
-                prepared.checkpoint.listing.folder,
-                f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not "
-                "belong together: model and optimizer files are of different steps or runs",
+                folder,
+                f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not belong "
+                f"together: {why}",
                 "the masters' cast in every weight",
                 f"a difference at element {at} of the partition of rank {live.rank}",
                 mend="restore all files of one save; if the weights were edited on purpose, load once with "
