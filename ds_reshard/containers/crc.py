@@ -30,9 +30,9 @@ def combine(first_crc: int, second_crc: int, second_nbytes: int) -> int:
 
 
 def crc32_of_rows(rows: Iterable[memoryview], step: int) -> int:
-    """What these rows contribute together to the crc32 of all bytes up to the end of the last row.
+    """Return what rows contribute to the crc32 of all bytes up to the end of the last row.
 
-    In the whole, each row begins `step` bytes behind the one before it.
+    There, each row begins `step` bytes after the one before it.
     """
     total, of_row = 0, isal_zlib.crc32 if _HAS_ISAL else zlib.crc32
     join = isal_zlib.crc32_combine if _HAS_ISAL and step < 1 << 62 else combine

@@ -73,7 +73,7 @@ class Run:
         )
 
     def rows(self) -> Iterator[tuple[int, int, int]]:
-        """The offset in the file, the place in the chunk, and the bytes of each row; of copies without, all as one."""
+        """Yield the file offset, the chunk position and the bytes of each row; all copies without rows are one row."""
         if not self.copies[0].rows:
             yield self.byte_offset, self.position, self.nbytes
             return
@@ -111,7 +111,7 @@ class Chunk:
 
 
 def chunks_of_rows(copies: Iterable[Copy], capacity_nbytes: int, named: Named | None = None) -> Iterator[Chunk]:
-    """Copies with rows, in order, as many rows of one in a chunk as fit within the capacity; a row must."""
+    """Yield chunks of one copy each, with as many of its rows as fit; a row must fit. The copies have rows."""
     for copy in copies:
         for part in copy.row_parts(capacity_nbytes):
             run = Run(position=0, copies=[part])
@@ -240,7 +240,7 @@ def scattering(
 
 
 def _block(copy: Copy, at: int) -> Block:
-    """A copy that lies at a byte of a chunk."""
+    """Return the block of a copy whose bytes begin at byte `at` of a chunk."""
     first = at // copy.dtype.itemsize
     if not copy.rows:
         return Block(first, copy.element_offset, (copy.numel,), (1,), (1,))

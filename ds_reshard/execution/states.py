@@ -1,4 +1,4 @@
-"""Whose the states of an optimizer are after a load: samples of what it was given, compared with what it holds."""
+"""Compare samples of the states that an optimizer was given by a load with the states that it holds."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 _SAMPLE_NUMEL = 4096
 OTHERS = "not those of the checkpoint"
-"""Of states that have changed since an optimizer was given those of a checkpoint."""
+"""The row of a report for states that have changed since the load."""
 CHANGED = "find the hook, or the optimizer's own code, that changes them"
 
 
 def has_moments(optimizer: object, *, steps: bool = False) -> bool:
-    """Whether a state of an optimizer on this rank, of more than one value, is other than zero; a meta one never is.
+    """True if an optimizer on this rank has a state with several elements that are not all zero.
 
-    With `steps` also whether a single value is, as a count of steps.
+    With `steps`, scalar states such as step counts are looked at, too. States on the meta device are zero.
     """
     states = getattr(innermost(optimizer), "state", None)
     entries = states.values() if isinstance(states, Mapping) else ()
@@ -32,7 +32,7 @@ def has_moments(optimizer: object, *, steps: bool = False) -> bool:
 
 
 def _has_nonzero(value: object) -> bool:
-    """True if an element is not zero. A few of them tell it in most cases: all of a large state takes long to read."""
+    """True if any element is not zero. A few elements are looked at first, as reading a whole large state is slow."""
     tensor = cast("torch.Tensor", value)
     return bool(tensor[:: max(1, len(tensor) // _SAMPLE_NUMEL)].any()) or bool(tensor.any())
 
@@ -42,7 +42,7 @@ def _is_held(value: object) -> bool:
 
 
 class Samples:
-    """Up to 4,096 elements of each state that optimizers were given or held, at equal distances, in CPU memory."""
+    """Up to 4,096 elements of each optimizer state, at equal distances, copied to CPU memory."""
 
     def __init__(self) -> None:
         self._taken: dict[tuple[int, str], tuple[Callable[[], object], torch.Tensor]] = {}
@@ -55,13 +55,13 @@ class Samples:
         self._taken.clear()
 
     def take(self, optimizer: object, param: object, kind: str, value: object) -> None:
-        """Sample `value`, which is to lie in an optimizer's state of `param` under `kind`; a later one replaces it."""
+        """Sample `value`, the state `kind` of `param`; a later sample of the same state replaces it."""
         if _is_held(value):
             where = partial(_state, optimizer, param, kind)
             self._taken[id(param), kind] = where, _sample(cast("torch.Tensor", value))
 
     def differing(self) -> list[str]:
-        """The kinds of states whose sample is not what lies there now; states that were moved away do not count."""
+        """Return the kinds of states that differ from their sample; states that were moved away do not count."""
         return sorted({kind for (_, kind), taken in self._taken.items() if not _is_same(*taken)})
 
 
@@ -86,8 +86,8 @@ def _is_same(where: Callable[[], object], taken: torch.Tensor) -> bool:
 
 
 @contextmanager
-def given(optimizer: object) -> Iterator[Samples]:
-    """Inside, sample the states that the torch optimizer below any wrappers is given by `load_state_dict`."""
+def sampled_loads(optimizer: object) -> Iterator[Samples]:
+    """Sample the states that `load_state_dict` gives the torch optimizer inside any wrappers, within the block."""
     samples, inner = Samples(), innermost(optimizer)
 
     def note(torchs: torch.optim.Optimizer, state_dict: Mapping[str, object]) -> None:

@@ -145,7 +145,7 @@ class ThreadExecutor:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
     def _by_rows(self, copies: Copies, targets: Mapping[str, Target]) -> NDArray[numpy.bool_]:
-        """For each copy, True if it has rows that fit a chunk, and they go to memory of the host as they are.
+        """Return a mask of the copies with rows that fit a chunk and go to host memory without a cast.
 
         Large rows with nothing between them are read straight to their places, many in one call.
         """
@@ -163,7 +163,7 @@ class ThreadExecutor:
         return rows
 
     def _runs(self, part: Copies, *, remote: bool) -> Iterator[list[_Batch]]:
-        """The same without rows: each run by itself."""
+        """Yield lists of batches for copies, each row of which is a run by itself."""
         for runs in part.runs():
             found: list[_Batch] = []
             copies = runs.cut(self.chunk_nbytes)
@@ -268,7 +268,7 @@ class _Work:
                 self.outcome.slices.setdefault(record, []).extend(slices)
 
     def _move_rows(self, copy: Copy, fd: Opened) -> None:
-        """Read rows to where they belong: all that lies from the first to the last one, or row by row."""
+        """Read the rows of a copy into its target: with the gaps, through scratch memory, or row by row."""
         ((times, _, target_step),), nbytes, file_step = copy.rows, copy.row_nbytes, copy.step_nbytes
         step, numel = target_step * copy.dtype.itemsize, (times - 1) * target_step + copy.numel
         memory = self.targets[copy.buffer].view(copy.element_offset, numel, copy.dtype)
@@ -362,7 +362,7 @@ class _Work:
 
 
 def _strided(memory: memoryview, times: int, nbytes: int, step: int) -> NDArray[numpy.uint8]:
-    """Rows of `nbytes` bytes, `step` bytes apart, as an array of shape (times, nbytes)."""
+    """Return rows of `nbytes` bytes, `step` bytes apart, as an array of shape (times, nbytes)."""
     flat = numpy.frombuffer(memory, dtype=numpy.uint8)
     return numpy.lib.stride_tricks.as_strided(flat, (times, nbytes), (step, 1))
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_reshard.execution.states import given
+from ds_reshard.execution.states import sampled_loads
 
 
 def _trained() -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
@@ -24,7 +24,7 @@ def test_what_an_optimizer_was_given_and_holds_is_alike():
     (saved, _), (optimizer, params) = _trained(), _trained()
     state = saved.state_dict()
     state["state"][1]["exp_avg"][0] = torch.nan
-    with given(SimpleNamespace(optimizer=optimizer)) as samples:
+    with sampled_loads(SimpleNamespace(optimizer=optimizer)) as samples:
         assert not samples
         optimizer.load_state_dict(state)
         assert samples and samples.differing() == []
@@ -40,7 +40,7 @@ def test_a_change_of_any_one_parameter_is_seen(change):
     saved, _ = _trained()
     for at in range(2):
         optimizer, params = _trained()
-        with given(optimizer) as samples:
+        with sampled_loads(optimizer) as samples:
             optimizer.load_state_dict(saved.state_dict())
             change(optimizer.state[params[at]]["exp_avg"])
             assert samples.differing() == ["exp_avg"]
@@ -48,7 +48,7 @@ def test_a_change_of_any_one_parameter_is_seen(change):
 
 def test_a_state_in_a_narrower_type_is_the_same_and_one_that_was_moved_away_does_not_count():
     (saved, _), (optimizer, params) = _trained(), _trained()
-    with given(optimizer) as samples:
+    with sampled_loads(optimizer) as samples:
         optimizer.load_state_dict(saved.state_dict())
         states = optimizer.state[params[1]]
         states["exp_avg"] = states["exp_avg"].bfloat16()
@@ -59,5 +59,5 @@ def test_a_state_in_a_narrower_type_is_the_same_and_one_that_was_moved_away_does
 
 
 def test_what_is_no_torch_optimizer_is_given_nothing():
-    with given(SimpleNamespace(state={})) as samples:
+    with sampled_loads(SimpleNamespace(state={})) as samples:
         assert not samples and samples.differing() == []

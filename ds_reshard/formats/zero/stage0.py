@@ -339,10 +339,10 @@ def _counted(
 
 
 def _raw(found: _Found, states: Mapping[int, Mapping[str, object]], indices: Sequence[int], group: _Group) -> None:
-    """The states of a torch optimizer, which counts its parameters.
+    """Place the states of a torch optimizer, which numbers its parameters.
 
-    That one has states does not say which it is: of parameters that are trained in turns, one has states while it is
-    frozen, and another has none yet.
+    Which numbers have states does not tell which parameters they are: if parameters are trained in turns, a frozen one
+    has states, and a trained one may have none yet.
     """
     own, names = group.own, list[str | None](group.shapes)
     held = [bool(states.get(index)) for index in indices]

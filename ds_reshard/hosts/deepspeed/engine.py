@@ -188,9 +188,9 @@ def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
 
 
 def loaded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
-    """The modules that DeepSpeed calls `load_state_dict` of, by what is before the names of their entries.
+    """Return the modules on which DeepSpeed calls `load_state_dict`, by the prefix of their entries' names.
 
-    Of a PipelineModule these are its layers (`load_state_dir`, runtime/pipe/module.py, 0.19.8).
+    For a PipelineModule these are its layers (`load_state_dir`, runtime/pipe/module.py, 0.19.8).
     """
     if not _is(type(module), "PipelineModule"):
         return {"": module}
@@ -200,20 +200,20 @@ def loaded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
 
 
 def saved_name(module: str) -> str:
-    """The name under which torch's state dict has the version of a module: of an expert as the first rank counts it."""
+    """Return the name of a module in the metadata of a saved state dict. Experts are numbered as on the first rank."""
     of = expert_of(f"{module}.")
     return module if of is None else f"{of[0]}0{of[2]}".removesuffix(".")
 
 
 def loader_prefixes(part: torch.nn.Module) -> tuple[str, ...]:
-    """What is before the names of all entries that some module loads by itself."""
+    """Return the prefixes of the entries that a module with a loader of its own loads."""
     whole = ("",) if _overrides(part, "load_state_dict") else ()
     named = part.named_modules(remove_duplicate=False)
     return (*whole, *(f"{name}." if name else "" for name, one in named if has_loader(one)))
 
 
 def _overrides(module: torch.nn.Module, method: str) -> bool:
-    """Whether a module, or its class, has a method in place of torch's."""
+    """True if a module or its class replaces a method of torch."""
     return not getattr(getattr(module, method), "__module__", "").startswith("torch.nn.")
 
 
@@ -489,16 +489,16 @@ def inner_of(engine: DeepSpeedEngine) -> torch.optim.Optimizer:
 
 
 def _inner(optimizer: object) -> torch.optim.Optimizer:
-    """The optimizer inside one of DeepSpeed's own.
+    """Return the optimizer inside a wrapper of DeepSpeed.
 
-    A script's wrapper has one in it, too, and is itself given its state, as by DeepSpeed.
+    A wrapper of the script is returned itself: DeepSpeed gives the state to it, and not to the optimizer inside.
     """
     wraps = any(kind.__module__.startswith("deepspeed.runtime.") for kind in type(optimizer).__mro__)
     return cast("torch.optim.Optimizer", getattr(optimizer, "optimizer", optimizer) if wraps else optimizer)
 
 
 def _own_entries(optimizer: torch.optim.Optimizer) -> frozenset[str]:
-    """The entries of an optimizer's state dict, none if it is torch's."""
+    """Return the keys of the state dict of an optimizer that replaces torch's `state_dict`; else none."""
     import torch
 
     own = getattr(type(optimizer), "state_dict", None) not in (torch.optim.Optimizer.state_dict, None)

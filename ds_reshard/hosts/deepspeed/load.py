@@ -31,7 +31,7 @@ from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.execution.cuda import device_faults
-from ds_reshard.execution.states import given
+from ds_reshard.execution.states import sampled_loads
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import LAGGING
 from ds_reshard.formats.zero.names import column_of, pattern_in_path, stray_files
@@ -302,7 +302,7 @@ class DeepSpeedLoad:
         """Read, verify and install, or let DeepSpeed load; then report what was measured. Collective."""
         resume = decision.resume
         assert resume is not None and self._call is not None
-        with given(self.engine.optimizer) as resume.given:
+        with sampled_loads(self.engine.optimizer) as resume.given:
             if decision.prepared is not None:
                 return resume.report(_load_directly(self.engine, decision.prepared, self.settings, resume))
             with phase("deepspeed"):
@@ -333,7 +333,7 @@ class DeepSpeedLoad:
             restore_use(self.engine)
 
     def _policy(self, found: Found) -> ResumePolicy:
-        """To load what this very run has saved is no resume."""
+        """The policy of this load. Loading what this very run has saved is no resume: it takes the default policy."""
         return self.policy if not found.own_save else ResumePolicy(report=self.policy.report)
 
     def _reads_optimizer(self, found: Found) -> bool:

@@ -192,7 +192,7 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Setting
 
 
 def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str, object]) -> None:
-    """Let modules load what was saved as if it were a state dict, with all that they do beside taking over tensors."""
+    """Call the modules' own loading code with what was saved, as DeepSpeed does with its state dict."""
     import torch
 
     if not prepared.run.module.has_load_hooks:
@@ -214,11 +214,11 @@ def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str
 def _state_saved(
     part: torch.nn.Module, prefix: str, prepared: Prepared, state: Mapping[str, object]
 ) -> OrderedDict[str, object]:
-    """The state dict that a module is given to load, whose entries' names begin with `prefix` in the run's.
+    """Return the state dict for the `load_state_dict` of a module whose entries begin with `prefix` in the run.
 
-    A module that takes part gets copies in CPU memory, as it does from DeepSpeed: one that exchanges two tensors would
-    overwrite the second. It also gets the entries that a load that is not strict leaves over, as it may take them. All
-    other modules get their own tensors, which changes nothing.
+    Modules with loading code of their own get copies in CPU memory, as DeepSpeed gives them: a loader that swaps two
+    tensors would otherwise overwrite one. If the load is not strict, they also get the saved entries that the run does
+    not have, which they may use. All other modules get their own tensors, so that nothing changes.
     """
     import torch
 
@@ -234,11 +234,8 @@ def _state_saved(
             if isinstance(value, torch.Tensor) and key.startswith(loaders):
                 given[key] = value.detach().to("cpu", copy=True)
     for name, record in saved.module.items():
-        key, left = (
-            name.removeprefix(prefix),
-            name not in names and name.startswith(prefix) and grid.is_responsible_for(name),
-        )
-        if left and record.storage.path and key.startswith(loaders):
+        key, is_left = name.removeprefix(prefix), name not in names and name.startswith(prefix)
+        if is_left and grid.is_responsible_for(name) and record.storage.path and key.startswith(loaders):
             given[key] = read_tensor(record)
     modules = ((name, saved_name(f"{prefix}{name}".removesuffix("."))) for name, _ in part.named_modules())
     versions = prepared.beside.versions
@@ -491,9 +488,9 @@ def masters_read(prepared: Prepared) -> bool:
 
 
 def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iterator[Fault]:
-    """Whether the masters' cast is the weight, bit for bit, wherever both were read from files.
+    """Yield a fault for each flat buffer, read from files, whose masters' cast is not its weights, bit for bit.
 
-    It is so after every step of every run; where it is not, the files are of two runs or two steps.
+    After every step of every run they are equal: if they are not, the files are of two runs or two steps.
     """
     live = prepared.live
     if live is None or prepared.values is None or not masters_read(prepared):
@@ -529,9 +526,10 @@ BY_DEEPSPEED = "not zero, as DeepSpeed left them"
 
 
 def states_left(engine: DeepSpeedEngine, request: Request, saved: SavedValues, given: Samples) -> dict[str, str]:
-    """Whose the masters and the moments of this rank are after a load, by the rows of its report.
+    """Return the texts of the report for the masters and the moments of this rank.
 
-    By what is in the engine, compared with what its optimizer was `given`; DeepSpeed copies some states past that.
+    They are measured in the engine, and compared with the samples that its optimizer was `given`. DeepSpeed copies some
+    states without its optimizer's `load_state_dict`; of these there are no samples.
     """
     masters = _masters_left(engine, loaded=request.load_optimizer and saved.has(MASTERS))
     return {MASTERS: masters, MOMENTS: _moments_left(engine, given, loaded=request.load_moments and saved.has(MOMENTS))}
