@@ -86,7 +86,7 @@ def together(run: Callable[[], int]) -> int:
 
     if dist.is_initialized():  # a run that calls a tool is on its own business with its ranks
         return run()
-    from ds_reshard.operations.heartbeat import beating
+    from ds_reshard.operations.runner import beating
 
     _join(mine)
     token = _SHARING.set(mine)

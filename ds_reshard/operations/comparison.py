@@ -24,7 +24,7 @@ from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifferenc
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.shares import Share, dealt, in_shares
+from ds_reshard.operations.runner import in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import SpanReader, index_of, logical
 
@@ -43,8 +43,7 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
     ]
     sizes = [sum(column.nbytes for column in columns) for columns in rows]
 
-    def compare(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, dict[int, Deviation]]:
-        mine = dealt(sizes, share)
+    def compare(mine: list[int], own: Reading, told: Progress | None) -> tuple[Outcome, dict[int, Deviation]]:
         ledger, found = Ledger(), {row: Deviation() for row in mine}
         of_share = sum(sizes[row] for row in mine)
         reader = SpanReader(ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=of_share)
@@ -54,7 +53,7 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
 
     subject = f"comparing {a.folder} with {b.folder}"
     ledger, deviations = Ledger(), dict[int, Deviation]()
-    for read, found in in_shares(compare, reading, nbytes=sum(sizes), progress=progress, subject=subject):
+    for read, found in in_shares(compare, sizes, reading, progress=progress, subject=subject):
         ledger.add(read)
         deviations |= found
     # What lies between the tensors, for the checksum of the whole record.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.crc import crc32
@@ -33,12 +33,10 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.rules import active_rules
 from ds_reshard.model.target import ConversionRequest, Target, Unit
-from ds_reshard.operations.heartbeat import heartbeat
 from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
-from ds_reshard.operations.processes import Parts, in_copies
 from ds_reshard.operations.proof import prove, repaired
 from ds_reshard.operations.ranks import rank, world_size
-from ds_reshard.operations.shares import dealt, in_ranks
+from ds_reshard.operations.runner import COPY_NBYTES, Parts, dealt, in_copies, in_ranks, showing, stopping
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint, open_weights
 from ds_reshard.operations.store_workspace import StoreWorkspace
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
@@ -46,9 +44,8 @@ from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
 
-T = TypeVar("T")
 _LEAST_NBYTES = 64 << 20  # to write, for a process of its own
-_COPY_NBYTES, _TENSOR_NBYTES = 16 << 20, 8 << 10  # that a process of its own takes, with what it knows of each tensor
+_TENSOR_NBYTES = 8 << 10  # that a process of its own takes with what it knows of each tensor
 _SYNCING = 8  # units at once: waiting for a disk costs no core, and a journal takes several files at one stroke
 _SENDING = 16  # units at once, where memory has room for two parts of each
 
@@ -91,13 +88,13 @@ def convert_listing(
         return work.done
 
     with contextlib.ExitStack() as stack:
-        begun = work.of_all(lambda: work.begin(stack))
+        begun = in_ranks(lambda: work.begin(stack), ranks=options.ranks, subject=subject)
         if begun[0].finished:
             return Conversion(out=out, files=0, bytes_read=0, bytes_written=0, complete=True, notes=target.notes)
         units = work.dealt(begun)
         try:
-            done = work.of_all(write)
-            complete = work.of_all(work.finish)[0]
+            done = in_ranks(write, ranks=options.ranks, subject=subject)
+            complete = in_ranks(work.finish, ranks=options.ranks, subject=subject)[0]
         except CheckpointDamaged:
             work.forget()  # what was finished may be made of the damage
             raise
@@ -202,16 +199,11 @@ class _Work:
         self._subject = f"converting {source.folder}"
         self._ranks = options.ranks and world_size() > 1
         self._is_first = not self._ranks or rank() == 0
-        self._beat = heartbeat() if self._ranks else None
         self._progress: Progress | None = None
         self._tell: Callable[[_Done], None] = self.add
         self._lock = threading.Lock()
-        self._stopping = self._beat.failed if self._beat is not None else threading.Event()
+        self._stopping = stopping(ranks=self._ranks)
         self._synced: list[Future[None]] = []
-
-    def of_all(self, work: Callable[[], T]) -> list[T]:
-        """What `work` gives on each rank, in order, on every rank; what one raises all do."""
-        return in_ranks(work, subject=self._subject) if self._ranks else [work()]
 
     def begin(self, stack: contextlib.ExitStack) -> _Begun:
         """Open the workspace, until the stack is left."""
@@ -244,8 +236,7 @@ class _Work:
 
     def copy(self, copies: int, tell: Callable[[_Done], None]) -> _Work:
         """This work in one of several copies of the process, with a share of threads and memory."""
-        threads, memory_nbytes = max(1, self._options.threads // copies), self._options.memory_nbytes // copies
-        self._options = replace(self._options, threads=threads, memory_nbytes=memory_nbytes)
+        self._options = self._options.divided(copies)
         self._tell = tell
         return self
 
@@ -257,12 +248,11 @@ class _Work:
 
     def write_all(self, units: Sequence[Unit], progress: Progress | None) -> None:
         """Write the units, where they are large by copies of this process."""
-        held = _COPY_NBYTES + len(self._target.layout.placements) * _TENSOR_NBYTES
+        held = COPY_NBYTES + len(self._target.layout.placements) * _TENSOR_NBYTES
         most = (len(units), sum(self._sizes[unit.name] for unit in units) // _LEAST_NBYTES)
         copies = min(self._options.processes, *most, self._options.memory_nbytes // held)
         parts = Parts(units, copied=copies > 1)
-        with self._beat.showing(progress) if self._beat is not None else contextlib.nullcontext():
-            self._progress = progress if self._beat is None else self._beat.note
+        with showing(progress, ranks=self._ranks) as self._progress:
             if copies > 1:
                 in_copies(copies, lambda tell: self.copy(copies, tell).write(parts, copies), self.add)
             else:

@@ -16,7 +16,7 @@ from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.shares import dealt, in_shares
+from ds_reshard.operations.runner import in_shares
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def _read(source: Checkpoint, keys: Sequence[TensorKey], reading: Reading, progr
     own = [key for key in keys if owners[key] == key]
     sizes = [layout[key].numel * layout[key].dtype.itemsize for key in own]
     parts = in_shares(
-        lambda share, how, told: _part(source, own, dealt(sizes, share), how, told),
+        lambda mine, how, told: _part(source, own, mine, how, told),
+        sizes,
         reading,
-        nbytes=sum(sizes),
         progress=progress,
         subject=f"checkpoint {source.folder}",
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+from typing import TypeVar
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.target import DTYPES, WEIGHTS, ConversionRequest
@@ -56,22 +57,43 @@ def _of_formats(asked: ConversionRequest) -> dict[str, tuple[object, tuple[str, 
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """How a conversion works: `memory_nbytes` bounds its buffers, `shard` is (number, of how many).
+T = TypeVar("T", bound="_Work")
 
-    With `processes` large outputs are written by so many copies of this process, made by fork, which share threads and
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """How a tool works: `memory_nbytes` bounds its buffers.
+
+    What is large is read or written by `processes` copies of this process, made by fork, which share threads and
     memory; leave it at one in a process that runs threads of its own. With `ranks` every rank of the process group
-    calls it and writes a part; all are told what was done, by all of them.
+    calls the tool and does a part; all are given the whole answer.
     """
 
     threads: int = THREADS
     processes: int = 1
     memory_nbytes: int = 256 << 20
+    ranks: bool = False
+
+    def divided(self: T, copies: int) -> T:
+        """Return the same for one of several copies of the process, with its share of threads and memory."""
+        threads, memory_nbytes = max(1, self.threads // copies), self.memory_nbytes // copies
+        return replace(self, threads=threads, memory_nbytes=memory_nbytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(_Work):
+    """How a conversion works: `shard` is (number, of how many)."""
+
     shard: tuple[int, int] = (0, 1)
     resume: bool = False
     force: bool = False
-    ranks: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading(_Work):
+    """How a tool reads that writes nothing; `device` is where values are computed: "auto" (the host), "cpu", "cuda"."""
+
+    device: str = "auto"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,23 +111,6 @@ class Conversion:
     complete: bool
     notes: tuple[str, ...] = ()
     written_by_rank: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
-    """How a tool reads that writes nothing: `memory_nbytes` bounds its buffers.
-
-    `device` is where values are computed, "auto", "cpu" or "cuda"; "auto" is the host. What is large is read by
-    `processes` copies of this process, made by fork, which share threads and memory; leave it at one in a process that
-    runs threads of its own. With `ranks` every rank of the process group calls the tool and reads a part; all are given
-    the whole answer.
-    """
-
-    threads: int = THREADS
-    memory_nbytes: int = 256 << 20
-    device: str = "auto"
-    processes: int = 1
-    ranks: bool = False
 
 
 def refuse_memory(threads: int, memory_nbytes: int) -> None:

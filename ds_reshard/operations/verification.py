@@ -21,7 +21,7 @@ from ds_reshard.operations.archives import CheckedFile, open_file, read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.proof import repeated, unproved
-from ds_reshard.operations.shares import Share, dealt, in_shares
+from ds_reshard.operations.runner import in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
 from ds_reshard.operations.values import Bad, SpanReader, Values, rows_of
 from ds_reshard.operations.workspace import MANIFEST, read_manifest
@@ -122,8 +122,8 @@ def _look(
     rows, device = rows_of(source), offline_device(reading.device)
     sizes = [sum(column.nbytes for column in row.columns) for row in rows]
 
-    def look(share: Share, own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
-        mine, part, found = dealt(sizes, share), Ledger(), Values(rows)
+    def look(mine: list[int], own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
+        part, found = Ledger(), Values(rows)
         reader = SpanReader(part, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=total)
         try:
             for span in reader.read([rows[row].columns for row in mine]):
@@ -133,7 +133,7 @@ def _look(
         return part, found.bad, []
 
     values, subject = Values(rows), f"verifying {source.folder}"
-    for read, bad, failed in in_shares(look, reading, nbytes=sum(sizes), progress=progress, subject=subject):
+    for read, bad, failed in in_shares(look, sizes, reading, progress=progress, subject=subject):
         ledger.add(read)
         values.bad |= bad
         faults += failed

@@ -12,7 +12,7 @@ from datetime import timedelta
 import pytest
 
 from ds_reshard.cli import launch
-from ds_reshard.operations import heartbeat
+from ds_reshard.operations import runner
 
 LIMIT_S = 120
 
@@ -41,7 +41,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ranks that hear nothing of another for three seconds take it for lost."""
     monkeypatch.setattr(launch, "_SILENCE", timedelta(seconds=3))
     monkeypatch.setattr(launch, "_UNWINDING_S", 0.5)
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.2)
+    monkeypatch.setattr(runner, "BEAT_S", 0.2)
 
 
 def _fork(rank: int, work: Callable[[int], int | None]) -> int:

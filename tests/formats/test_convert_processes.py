@@ -21,7 +21,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import ChecksumMismatch, DeviceFailed, InternalError, ReadFailed, WriteFailed
 from ds_reshard.operations import Options, conversion, convert
-from ds_reshard.operations.processes import Parts, in_copies
+from ds_reshard.operations.runner import Parts, in_copies
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 
@@ -187,7 +187,7 @@ def test_copies_end_with_the_process_that_made_them(interpreter: str, tells: boo
     """Ended by a signal that it cannot catch, it leaves none behind that works on, also where none has much to say."""
     code = (
         "import os, time\n"
-        "from ds_reshard.operations.processes import in_copies\n"
+        "from ds_reshard.operations.runner import in_copies\n"
         "def works(tell):\n"
         "    tell(os.getpid())\n"
         "    while True:\n"
@@ -213,8 +213,8 @@ def test_copies_end_with_the_process_that_made_them(interpreter: str, tells: boo
 COPIES = """
 import resource, sys
 from ds_reshard.cli.main import main
-from ds_reshard.operations import conversion, shares
-conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+from ds_reshard.operations import conversion, runner
+conversion._LEAST_NBYTES = runner.LEAST_NBYTES = 1
 import multiprocessing.popen_fork, torch
 resource.setrlimit(resource.RLIMIT_NOFILE, (10, 10))
 sys.exit(main(sys.argv[1:]))
@@ -237,9 +237,9 @@ SHORT = """
 import resource, sys
 from pathlib import Path
 from ds_reshard.cli.main import main
-from ds_reshard.operations import comparison, conversion, fingerprints, shares, verification
+from ds_reshard.operations import comparison, conversion, fingerprints, runner, verification
 import ds_reshard.execution.cuda, torch
-conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+conversion._LEAST_NBYTES = runner.LEAST_NBYTES = 1
 nbytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (nbytes + (2 << 20), resource.RLIM_INFINITY))
 sys.exit(main(sys.argv[1:]))

@@ -26,7 +26,7 @@ from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
 from ds_reshard.errors import ConfigError, RankLost
 from ds_reshard.execution import disk
-from ds_reshard.operations import Options, conversion, convert, heartbeat, store_workspace
+from ds_reshard.operations import Options, conversion, convert, runner, store_workspace
 from ds_reshard.operations.workspace import Workspace
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
@@ -226,7 +226,7 @@ def test_what_one_rank_finds_ends_the_work_of_all_at_once(
     checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A full disk on one rank: the others begin no further file, and all say the same, once."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner, "BEAT_S", 0.05)
     port, write_unit = str(free_port()), conversion._Work._write
 
     def rank(number: int) -> int:
@@ -254,20 +254,20 @@ def test_what_one_rank_finds_ends_the_work_of_all_at_once(
 @pytest.mark.parametrize("tool", ["convert", "verify"])
 def test_progress_is_of_all_ranks(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tool: str) -> None:
     """Rank 0 is told what all of them have written; in a log it is a line, with rate and time."""
-    monkeypatch.setattr(heartbeat, "BEAT_S", 0.05)
+    monkeypatch.setattr(runner, "BEAT_S", 0.05)
     monkeypatch.setattr("ds_reshard.operations.progress.LOG_S", 0.0)
     port, log = str(free_port()), tmp_path / "log"
 
     def rank(number: int) -> int:
         launched(port, number, 2)
         sys.stderr = log.open("a")
-        note = heartbeat.Heartbeat.note
+        note = runner.Heartbeat.note
 
-        def slowly(beat: heartbeat.Heartbeat, done: int, total: int) -> None:
+        def slowly(beat: runner.Heartbeat, done: int, total: int) -> None:
             note(beat, done, total)
             time.sleep(0.2)
 
-        heartbeat.Heartbeat.note = slowly  # type: ignore[method-assign]
+        runner.Heartbeat.note = slowly  # type: ignore[method-assign]
         more = [str(tmp_path / "out"), "--to", "zero3", "--dp", str(DP)] if tool == "convert" else []
         return main([tool, str(checkpoint), *more])
 
@@ -286,13 +286,13 @@ def test_progress_that_cannot_be_told_ends_nothing(
 
     def rank(number: int) -> int:
         launched(port, number, 2)
-        note = heartbeat.Heartbeat.note
+        note = runner.Heartbeat.note
 
-        def slowly(beat: heartbeat.Heartbeat, done: int, total: int) -> None:
+        def slowly(beat: runner.Heartbeat, done: int, total: int) -> None:
             note(beat, done, total)
             time.sleep(2)
 
-        heartbeat.Heartbeat.note = slowly  # type: ignore[method-assign]
+        runner.Heartbeat.note = slowly  # type: ignore[method-assign]
         if number == 0:
             sys.stderr = Path("/dev/full").open("w")  # noqa: SIM115
         try:

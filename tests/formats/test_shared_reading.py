@@ -23,7 +23,7 @@ from zero_builder import Built, write
 from ds_reshard.cli.main import main
 from ds_reshard.errors import ReadFailed
 from ds_reshard.execution import threads
-from ds_reshard.operations import Reading, diff, fingerprint, shares, verify
+from ds_reshard.operations import Reading, diff, fingerprint, runner, verify
 
 SHAPES = tuple((f"p{i}", (7, i + 1)) for i in range(9))
 COPIES = Reading(threads=3, memory_nbytes=256 << 20, processes=3)
@@ -32,7 +32,7 @@ COPIES = Reading(threads=3, memory_nbytes=256 << 20, processes=3)
 @pytest.fixture
 def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Synthetic: a checkpoint, another of the same shapes, and one with a byte changed. Little calls for copies."""
-    monkeypatch.setattr(shares, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(runner, "LEAST_NBYTES", 1)
     for name, seed in (("saved", 5), ("other", 6)):
         write(Built(groups=(SHAPES,), frozen=(), tied=(), states=("exp_avg",), dp=4, seed=seed), tmp_path / name)
     shutil.copytree(tmp_path / "saved", tmp_path / "harmed")
@@ -56,7 +56,7 @@ def leaves_no_process_behind() -> Iterator[None]:
 
 @given(st.lists(st.integers(0, 1 << 40), max_size=40), st.integers(1, 9))
 def test_each_item_is_dealt_to_one_share_and_none_has_much_more(sizes: list[int], shared: int) -> None:
-    dealt = [shares.dealt(sizes, (number, shared)) for number in range(shared)]
+    dealt = [runner.dealt(sizes, (number, shared)) for number in range(shared)]
     assert sorted(item for own in dealt for item in own) == list(range(len(sizes)))
     loads = [sum(sizes[item] for item in own) for own in dealt]
     assert max(loads) - min(loads) <= max(sizes, default=0)

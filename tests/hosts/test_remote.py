@@ -105,8 +105,8 @@ def test_what_is_converted_from_a_store_is_what_is_converted_from_the_disk(
 COPIES = """
 import sys
 from ds_reshard.cli.main import main
-from ds_reshard.operations import conversion, shares
-conversion._LEAST_NBYTES = shares._LEAST_NBYTES = 1
+from ds_reshard.operations import conversion, runner
+conversion._LEAST_NBYTES = runner.LEAST_NBYTES = 1
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -44,7 +44,7 @@ BUDGETS = {
     "containers": (("containers",), 6610),
     "formats/zero": (("formats/zero",), 7360),
     "other formats": (("formats",), 8320),
-    "operations": (("operations",), 5425),
+    "operations": (("operations",), 5402),
     "hosts/deepspeed": (("hosts/deepspeed",), 7012),
     "other hosts": (("hosts",), 11460),
     "resume, hooks, cli, testing, top": ((".",), 7320),
