@@ -773,6 +773,10 @@ def saved_sizes(listing: Listing) -> Sizes | None:
     return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | {rank + 1 for rank in sorted(ep_ranks)[-1:]})
 
 
+_WITHOUT_OPTIMIZER = ", or pass --no-load-optim, or load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "
+_WITHOUT_OPTIMIZER += "optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)"
+
+
 def missing_file_faults(listing: Listing, dp: int, *, optimizer: bool, column_name: str = "") -> Iterator[Fault]:
     """Yield faults for the missing and empty files of a column of `dp` ranks; messages call it `column_name`."""
     families = [(listing.model, "model_states", dp if listing.partitioned_model else 1)]
@@ -782,6 +786,7 @@ def missing_file_faults(listing: Listing, dp: int, *, optimizer: bool, column_na
         absent = [rank for rank in range(count) if rank not in files]
         others_have_some = any(getattr(column, what.partition("_")[0]) for column in listing.columns.values())
         if absent:
+            skip = "" if listing.partitioned_model else _WITHOUT_OPTIMIZER  # at stage 3 they hold the weights
             yield CheckpointDamaged.fault(
                 listing.folder,
                 f"{what} files{column_name} of data-parallel ranks {_ranks_text(absent)} are missing",
@@ -789,8 +794,7 @@ def missing_file_faults(listing: Listing, dp: int, *, optimizer: bool, column_na
                 f"{count - len(absent)}",
                 mend="restore the missing files, or load another tag"
                 if len(absent) < count or others_have_some
-                else "load another tag, or pass --no-load-optim, or load_optimizer_states=False (DeepSpeed 0.17 and "
-                "0.18.4 save no optimizer files of a bf16 run that it wraps as FP16_UnfusedOptimizer)",
+                else f"load another tag{skip}",
             )
         for rank in range(count):
             if rank in files and listing.nbytes[files[rank]] == 0:
