@@ -44,7 +44,7 @@ from ds_reshard.hosts.megatron.pieces import (
     pieces_of,
     shares_of,
 )
-from ds_reshard.hosts.megatron.topology import Saved, find_saved, may_be_shifted, reasons, unfillable
+from ds_reshard.hosts.megatron.topology import OWN_ADAM, Saved, find_saved, may_be_shifted, reasons, unfillable
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import MASTER, STEPS, WEIGHT
 from ds_reshard.model.facts import ScalarTensor, number_of
@@ -129,7 +129,9 @@ class Taken:
         kept = ("iteration", "checkpoint_version", "opt_param_scheduler", "lr_scheduler", "total_iters")
         state = {name: common[name] for name in (*kept, "num_floating_point_operations_so_far") if name in common}
         chain = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
-        states: list[object] = [self._state(part) for part in chain]
+        found, unread, _ = attempt(lambda: [self._state(part) for part in chain])
+        raise_faults(unread if self.shares is not None else [], subject=f"loading {self.saved.folder}")
+        states: list[object] = list(found or [{}])
         state |= {"args": SimpleNamespace(**self.saved.arguments), "rng_state": self.random}
         state |= {"optimizer": states[0] if len(states) == 1 else dict(enumerate(states))}
         return state, self.saved.folder, False, checkpointing.CheckpointType.LEGACY
@@ -337,7 +339,7 @@ def decided_by(
     if saved is None:
         return None
     why = reasons(saved, vars(arguments), optimizer=wanted, apart=apart)
-    why += ["the distributed optimizer steps by torch's own Adam"] * own_adam
+    why += [OWN_ADAM] * own_adam
     why += ["it is read by URL"] * by_url
     why += ["--ds-reshard-always"] * bool(getattr(arguments, "ds_reshard_always", False))
     return why if why or (wanted and may_be_shifted(saved)) else None

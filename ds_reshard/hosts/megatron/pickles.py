@@ -8,12 +8,13 @@ from contextlib import contextmanager
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA
-from ds_reshard.errors import Fault, ReshardError
+from ds_reshard.errors import Fault, ReshardError, UnsafePickle
 from ds_reshard.formats.megatron.checkpoint import MODEL, find_iteration
+from ds_reshard.formats.megatron.torch_dist import is_state
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.live import Load
-from ds_reshard.operations.pickles import already_scanned, refuse_unsafe_folder, walk
+from ds_reshard.operations.pickles import Files, already_scanned, refuse_unsafe_folder, walk
 
 
 @contextmanager
@@ -41,8 +42,8 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
         return [path for path in paths if _rank_of(path) and path.endswith(MODEL)][:1]
 
     if load is None or load.scanned != folder:
-        unread = [FLAT_FILE] if load is not None and not load.policy.loads_masters else []
-        refuse_unsafe_folder(folder, files, alone=not dist.is_initialized(), unread=unread)
+        optimizer = load is None or load.policy.loads_masters
+        refuse_unsafe_iteration(folder, files, alone=not dist.is_initialized(), optimizer=optimizer)
     if not dist.is_initialized():
         yield
         return
@@ -50,6 +51,18 @@ def refuse_iteration(load_dir: str, step: object, load: Load | None) -> Iterator
         load.scanned = folder
     with already_scanned(folder):
         yield
+
+
+def refuse_unsafe_iteration(folder: str, files: Files | None = None, *, alone: bool, optimizer: bool) -> None:
+    """Raise UnsafePickle on every rank for what acts, also in what a load without the optimizer leaves out, and refuse
+    what is damaged of the rest. Collective, unless `alone`.
+    """
+    try:
+        refuse_unsafe_folder(folder, files, alone=alone, unread=[] if optimizer else [FLAT_FILE])
+    except ReshardError as error:
+        if optimizer or any(fault.error == UnsafePickle.__name__ for fault in error.faults):
+            raise
+        refuse_unsafe_folder(folder, files, alone=alone, unread=[FLAT_FILE], objects=lambda key: not is_state(key))
 
 
 def _rank_of(path: str) -> bool:

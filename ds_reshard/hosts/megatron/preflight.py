@@ -30,12 +30,12 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
-from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hosts.megatron.direct import Taken, decided_by, kinds_read, random_kept, same_vocabulary
 from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
 from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
+from ds_reshard.hosts.megatron.pickles import refuse_unsafe_iteration
 from ds_reshard.hosts.megatron.report import foreseen, training_report
 from ds_reshard.hosts.megatron.topology import Saved, find_saved, unfillable
 from ds_reshard.hosts.megatron.training import announced_faults, look, policy_of, tell_megatron
@@ -43,7 +43,7 @@ from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
 from ds_reshard.operations.filling import MEMORY_NBYTES
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
-from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.ranks import attempt
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.resume.megatron import UNDRAWN, FlagParser, read_run
 from ds_reshard.resume.policy_sources import add_arguments
@@ -165,8 +165,9 @@ class _Forecasting:
         self.wanted = not arguments.finetune and not arguments.no_load_optim
         saved = self.saved = self._found(arguments)
         load = Load(policy=policy, optimizer=None, scheduler=None, where=saved.folder)
-        refuse_unsafe_folder(saved.folder, alone=True, unread=[] if self.wanted else [FLAT_FILE])
-        chain = chain_of(saved.common.get("optimizer"), saved.objects)
+        refuse_unsafe_iteration(saved.folder, alone=True, optimizer=self.wanted)
+        chain, unread, _ = attempt(lambda: chain_of(saved.common.get("optimizer"), saved.objects))
+        raise_faults(unread if self.wanted else [], subject=f"loading {saved.folder}")
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
         faults = hyperparameter_faults(groups, policy) if chain else []
         raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")

@@ -51,6 +51,12 @@ _UNTIED = "untie_embeddings_and_output_weights"
 _LAYER_WISE = "use_layer_wise_distributed_optimizer"
 _MEGATRONS = (None, "dp_zero_gather_scatter")
 """Sharding types that are not read here, and that Megatron loads or refuses; of others it does not tell the reason."""
+_FP32_SHARDS = "fp32 weights are their own masters, and Megatron-LM cannot copy the states of this format into them"
+"""A RuntimeError when other weights have changed: shards of fp32 weights are views that require gradients, and of the
+three loads `load_parameter_state_from_dp_reshardable` and `_from_dp_zero` alone run without `torch.no_grad`
+(core/optimizer/distrib_optimizer.py, 0.18.2 and 0.19.2).
+"""
+OWN_ADAM = "the distributed optimizer steps by torch's own Adam"
 _LEAST_VERSION = 3.0
 """Of a checkpoint (`checkpoint_version`): older ones order queries, keys and values otherwise."""
 
@@ -339,6 +345,9 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
         found.append(f"{types[0]} as saved, {types[1]} now")
     if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
         found.append("other buckets of gradients")
+    views = saved.distributed and distributed and weights == ["fp32", "fp32"]
+    if optimizer and views and not found and not any(map(run.get, _STATES_NOT_FILLED)):
+        found.append(_FP32_SHARDS)
     return found + parted or chains
 
 
@@ -421,6 +430,7 @@ def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: 
         if held:
             what = f"cannot be loaded with {name} ({' and '.join(held)}): {why}"
             mend = "load it as it was saved" if saved.arguments.get(name) else f"load it without {name}"
+            mend = "install Apex or Transformer Engine" if why == OWN_ADAM and len(held) == 2 else mend
             mend += ", or add --no-load-optim" if name in _STATES_NOT_FILLED else ""
             yield UnsupportedLayout.fault(saved.folder, what, mend=mend)
     if not optimizer and run.get("load_main_params_from_ckpt"):  # of what is read here Megatron gets no weights

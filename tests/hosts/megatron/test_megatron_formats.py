@@ -185,8 +185,11 @@ def _flipped(folder: Path, form: str) -> None:
     for file in folder.glob("*/mp_rank_*/distrib_optim.pt"):
         flip(file.name, "data/", each=True)(file.parent)
     for step in folder.glob("iter_*") if form != "torch" else ():
-        states = [one for key, one in read_directory(str(step)).tensors.items() if key.split(".")[0] == "optimizer"]
-        for place in (chunk.place for one in states for chunk in one.chunks):
+        directory = read_directory(str(step))
+        states = [one for key, one in directory.tensors.items() if key.split(".")[0] == "optimizer"]
+        objects = [place for key, place in directory.objects.items() if key.split(".")[0] == "optimizer"]
+        assert bool(objects) is (form == "buckets"), "its param groups, and the sizes of its buckets"
+        for place in (*objects, *(chunk.place for one in states for chunk in one.chunks)):
             assert place is not None
             with open(place.path, "r+b") as file:
                 data = file.read()[place.byte_offset :][: place.nbytes]
@@ -199,8 +202,11 @@ def _harmed(folder: Path, form: str) -> None:
     for file in folder.glob("*/mp_rank_*/distrib_optim.pt"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     for step in folder.glob("iter_*") if form != "torch" else ():
-        states = [one for key, one in read_directory(str(step)).tensors.items() if key.split(".")[0] == "optimizer"]
-        for place in (chunk.place for one in states for chunk in one.chunks):
+        directory = read_directory(str(step))
+        states = [one for key, one in directory.tensors.items() if key.split(".")[0] == "optimizer"]
+        objects = [place for key, place in directory.objects.items() if key.split(".")[0] == "optimizer"]
+        assert bool(objects) is (form == "buckets"), "its param groups, and the sizes of its buckets"
+        for place in (*objects, *(chunk.place for one in states for chunk in one.chunks)):
             assert place is not None
             with open(place.path, "r+b") as file:
                 file.seek(place.byte_offset)
@@ -235,8 +241,9 @@ def test_weights_alone_whatever_the_optimizer_is(
     alone, loader = f"{arguments}--no-load-optim ", "ds_reshard" if form == "torch" else "Megatron-LM"
     (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=alone, folder=str(folder), world=1)
     assert (said["loads"], said["loader"], said["faults"]) == (True, loader, []), said["faults"]
-    (told,) = releases["0.19.2"].run("load_jobs:load", arguments=f"{alone}--load {folder}")
-    assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
+    for more in ("", "--ds-reshard-always "):
+        (told,) = releases["0.19.2"].run("load_jobs:load", arguments=f"{alone}{more}--load {folder}")
+        assert {text.split()[0] for text in told["wrong"]} <= {"param", "exp_avg", "exp_avg_sq"} and told["cast"]
     if form != "model_space":  # which Megatron-LM reads itself
         assert releases["0.19.2"].run("load_jobs:refused", arguments=f"{arguments}--load {folder}")
 

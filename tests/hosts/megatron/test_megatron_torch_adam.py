@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forks import Failed
 from format_jobs import KINDS, STEP
 from releases import TRAINED
 from saved_worlds import DISTRIBUTED, EXPERTS, FLAGS, GATED, TP
@@ -162,3 +163,29 @@ def test_steps_that_one_param_group_cannot_count(releases: Any, tmp_path: Path) 
     skipped = "--no-load-optim --use-checkpoint-opt_param-scheduler"
     (told,) = release.run("load_jobs:load", arguments=f"{arguments} {skipped}")
     assert told["fresh"]
+
+
+@pytest.mark.parametrize("form", ["model_space", "buckets", "torch"])
+def test_nothing_has_changed_and_weights_are_fp32(releases: Any, form: str, tmp_path: Path) -> None:
+    """Shards of them are their own masters: Megatron itself stops as it fills them, when other weights have changed."""
+    arguments, taken = f"--use-distributed-optimizer {GATED}", form != "model_space"
+    releases["0.19.2"].run("format_jobs:save", arguments=arguments, saves=[{"save": str(tmp_path), **FLAGS[form]}])
+    load = f"{arguments} --ckpt-format {FLAGS[form]['ckpt_format']} --load {tmp_path}"
+    if taken:
+        with pytest.raises(Failed, match="a view of a leaf Variable that requires grad"):
+            releases["0.19.2"].run("load_jobs:load", arguments=load, hooks=False)
+    (told,) = releases["0.19.2"].run("load_jobs:load", arguments=load)
+    assert (told["wrong"], told["steps"]) == ([], [STEP])
+    assert ("tensors read by" in {row["name"] for row in told["report"]["rows"]}) is taken
+    (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=arguments, folder=str(tmp_path), world=1)
+    assert said["loads"] and said["loader"] == ("ds_reshard" if taken else "Megatron-LM"), said["verdict"]
+
+
+def test_a_line_that_mends_fp16_with_torchs_adam(releases: Any, tmp_path: Path) -> None:
+    """The run is what was saved already: to load it as such would end here again."""
+    arguments = f"--fp16 --initial-loss-scale 4096 --use-distributed-optimizer {GATED}"
+    releases["0.19.2"].run("torch_adam:save", arguments=arguments, saves=[{"save": str(tmp_path), **FLAGS["buckets"]}])
+    (told,) = releases["0.19.2"].run("torch_adam:refused", arguments=f"{arguments} --load {tmp_path}")
+    assert told["refused"] == "UnsupportedLayout" and "install Apex or Transformer Engine, or add" in told["message"]
+    (mended,) = releases["0.19.2"].run("torch_adam:refused", arguments=f"{arguments} --load {tmp_path} --no-load-optim")
+    assert mended["refused"] is None
