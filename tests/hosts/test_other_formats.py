@@ -58,6 +58,27 @@ def test_an_extra_state_that_is_a_tensor_comes_back(worlds: Any, tmp_path: Path,
     assert worlds[run.dp].run("curious.load_counting", run=run, folder=str(tmp_path)) == [7.0] * run.dp
 
 
+@pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2), Run(0, 1, "fp32")], ids=str)
+def test_a_tied_weight_that_a_folder_has_under_its_first_name_alone(
+    worlds: Any, saves: Saves, tmp_path: Path, run: Run
+) -> None:
+    """As safetensors does, in which transformers saves; also of what is converted from there, and of weights alone."""
+    model = Model(groups=2, tied=True, scheduler=False)
+    source, saved = saves(Run(2, 2, run.dtype), model)
+    convert(str(source), str(tmp_path / "plain"), to="pytorch")
+    assert "head.weight" not in load_file(tmp_path / "plain" / "model.safetensors")
+    convert(str(tmp_path / "plain"), str(tmp_path / "zero"), to="zero1", dp=3)
+    for folder in ("plain", "zero"):
+        at = str(tmp_path / folder)
+        assert_same(saved, worlds[run.dp].run("load", run=run, model=model, folder=at))
+        alone = {"load_optimizer_states": False}
+        for one in worlds[run.dp].run("load", run=run, model=model, folder=at, arguments=alone):
+            assert same_bits(one["weights"]["head.weight"], saved[0]["weights"]["head.weight"])
+    (tmp_path / "plain" / "optimizer.pt").unlink()
+    save_file({"other": torch.ones(2)}, tmp_path / "plain" / "model.safetensors")
+    assert "ModelMismatch" in _refused(worlds, run, tmp_path / "plain", model, **{"load_optimizer_states": False})
+
+
 @pytest.mark.parametrize("run", [Run(0, 1, "fp32"), Run(1, 2, "fp32")], ids=str)
 def test_one_weight_of_a_folder_is_two_of_the_run(worlds: Any, tmp_path: Path, run: Run) -> None:
     """Without the optimizer; a weight that does not lie row by row in the run is refused before anything changes."""

@@ -336,6 +336,9 @@ def live_model(run: Run, divided: Mapping[str, LocalShard]) -> LiveModel:
         frozen={name: shape for name, shape in shapes.items() if name not in trained},
         buffers={**buffers, **run.module.other_shapes},
         keys=run.module.names,
+        tied={
+            name: frozenset(one.entries) for one in run.module.tensors if len(one.entries) > 1 for name in one.entries
+        },
     )
 
 
@@ -371,7 +374,9 @@ def model_faults(
             mend += f"; where rows behind those are padding, say so: {padding_rules(padded)}" if name in padded else ""
             yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])), mend)
     if strict:
-        for name in sorted(model.keys - held - from_masters):
+        # safetensors has a tied tensor under one of its names
+        lacking = {name for name in model.keys - held - from_masters if held.isdisjoint(model.tied.get(name, ()))}
+        for name in sorted(lacking):
             yield _mismatch(name, "is missing from the checkpoint", "an entry", "none")
         for name in sorted(held - model.keys):
             yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")

@@ -26,12 +26,16 @@ model.load_state_dict(safetensors.torch.load_file("OUT/model.safetensors"), stri
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveModel:
-    """The model of the run: full shapes of trainable parameters, frozen parameters and buffers, and all entries."""
+    """The model of the run: full shapes of trainable parameters, frozen parameters and buffers, and all entries.
+
+    `tied` has, for each entry of a tensor that has several, all of them.
+    """
 
     trainable: dict[str, Shape]
     frozen: dict[str, Shape]
     buffers: dict[str, Shape]
     keys: frozenset[str]
+    tied: Mapping[str, frozenset[str]]
 
 
 def saved_shapes(checkpoint: AnyCheckpoint) -> dict[str, Shape]:
