@@ -33,6 +33,7 @@ RUN = {
     "transformer_impl": "local",
     "padded_vocab_size": 128,
     "use_distributed_optimizer": True,
+    "bf16": True,
     "untie_embeddings_and_output_weights": True,
 }
 FORMS = ("torch", "dp_reshardable", "fully_reshardable")
@@ -57,7 +58,7 @@ TAKEN = {
     "pipeline-parallel size 1 as saved, 2 now": {"pipeline_model_parallel_size": 1},
     "number of virtual stages 2 as saved, 1 now": {"virtual_pipeline_model_parallel_size": 2},
     "layers of transformer_engine as saved, of local now": {"transformer_impl": "transformer_engine"},
-    "weights of bf16 with gradients of bf16 as saved, weights of fp32 with gradients of fp32 now": {"bf16": True},
+    "weights of fp32 with gradients of fp32 as saved, weights of bf16 with gradients of bf16 now": {"bf16": False},
     "other buckets of gradients": BUCKETS,
     "a vocabulary padded to 64 rows as saved, to 128 now": {"padded_vocab_size": 64},
 }
@@ -80,6 +81,21 @@ def test_what_it_refuses(why: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
+def test_fp32_weights_that_are_their_own_masters(form: str) -> None:
+    """Megatron stops as it copies states into them, but those of model space; what is not filled here is left to it."""
+    run = {**RUN, "bf16": False}
+    whys = [
+        reasons(_saved(form, bf16=False), {**run, **more}, optimizer=optimizer)
+        for more, optimizer in (({}, True), ({}, False), ({"optimizer_cpu_offload": True}, True))
+    ]
+    assert [[why.split(",")[0] for why in one] for one in whys] == [
+        ["fp32 weights are their own masters"] * (form != "fully_reshardable"),
+        [],
+        [],
+    ]
+
+
+@pytest.mark.parametrize("form", FORMS)
 def test_another_kind_of_optimizer(form: str) -> None:
     for before in (True, False):
         run = {**RUN, "use_distributed_optimizer": not before}
@@ -91,8 +107,8 @@ def test_another_kind_of_optimizer(form: str) -> None:
 @pytest.mark.parametrize(("before", "now", "told"), [("bf16", "fp32", 1), ("fp32", "fp16", 1), ("fp16", "bf16", 0)])
 def test_masters_of_an_optimizer_that_is_not_distributed(form: str, before: str, now: str, told: int) -> None:
     """Megatron has another class for each, and reads the state of the one as that of the other."""
-    plain = {"use_distributed_optimizer": False}
-    saved, run = _saved(form, **plain, **{before: True}), {**RUN, **plain, now: True}
+    plain = {"use_distributed_optimizer": False, "bf16": False}
+    saved, run = _saved(form, **{**plain, before: True}), {**RUN, **plain, now: True}
     assert reasons(saved, run, optimizer=True) == [f"weights of {before} as saved, of {now} now"] * told
     assert reasons(saved, run, optimizer=False) == []
 
