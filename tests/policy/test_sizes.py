@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7360),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5402),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7012),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7019),
     "other hosts": (("hosts",), 11460),
     "resume, hooks, cli, testing, top": ((".",), 7320),
 }
