@@ -139,16 +139,17 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
         found.setdefault(id(param), (param, [], []))[1].append(grid.global_name(name))
     state: dict[str, object] = module.state_dict(keep_vars=True)
     whole = {grid.global_name(name): value for name, value in state.items()}
-    params, unloaded = set(found), dict[str, Unloaded]()
-    for name, beside in entries_unloaded(module, state).items():
+    params, unloaded, read = set(found), dict[str, Unloaded](), set[str]()
+    named = list(module.named_modules())
+    loaders = {id(one) for _, one in named if has_loader(one)}
+    for name, beside in entries_unloaded(module, state, loaders).items():
         unloaded[grid.global_name(name)] = state[name], frozenset(map(grid.global_name, beside))
-    read = set[str]()
     for name, value in whole.items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE and name not in unloaded:
             found.setdefault(id(value), (value, [], []))[2].append(name)
             read.add(name)
-    own_extra, named = torch.nn.Module.set_extra_state, list(module.named_modules())
-    extra = [f"{name}.{EXTRA_STATE}".lstrip(".") for name, one in named if type(one).set_extra_state is not own_extra]
+    own = torch.nn.Module.set_extra_state
+    extra = [f"{name}.{EXTRA_STATE}".lstrip(".") for name, one in named if type(one).set_extra_state is not own]
     left = {name: value for name, value in whole.items() if name not in read and id(value) not in params}
     return LiveModule(
         tensors=tuple(_tensor(tensor, tuple(names), tuple(entries)) for tensor, names, entries in found.values()),
@@ -156,9 +157,9 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
         other_shapes={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
         unloaded=unloaded,
         extra_state_entries=tuple(map(grid.global_name, extra)),
-        has_load_hooks=_loads_itself(module, state),
+        has_load_hooks=bool(loaders) or _loads_itself(module, state),
         versioned={
-            saved_name(n): one._version for n, one in named if has_loader(one) and one._version not in (None, 1)
+            saved_name(n): one._version for n, one in named if id(one) in loaders and one._version not in (None, 1)
         },
     )
 
@@ -179,12 +180,11 @@ def _tensor(tensor: torch.Tensor, names: tuple[str, ...], entries: tuple[str, ..
 
 
 def _loads_itself(module: torch.nn.Module, state: Mapping[str, object]) -> bool:
-    """Whether some module takes part in loading: hooks, its own loader, or entries that are not its tensors."""
+    """True if a module loads itself as a whole, or has entries that are not its tensors."""
     own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
     if any(hasattr(value, "data_ptr") and id(value) not in own for value in state.values()):
         return True
-    whole = [one for one in loaded_modules(module).values() if _overrides(one, "load_state_dict")]
-    return bool(whole) or any(map(has_loader, module.modules()))
+    return any(_overrides(one, "load_state_dict") for one in loaded_modules(module).values())
 
 
 def loaded_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module]:
@@ -217,19 +217,19 @@ def _overrides(module: torch.nn.Module, method: str) -> bool:
     return not getattr(getattr(module, method), "__module__", "").startswith("torch.nn.")
 
 
-def entries_unloaded(module: torch.nn.Module, state: Mapping[str, object]) -> dict[str, list[str]]:
-    """The entries of a module's state dict that `load_state_dict` calls unexpected, and the tensors they belong to.
+def entries_unloaded(module: torch.nn.Module, state: Iterable[str], loaders: set[int]) -> dict[str, list[str]]:
+    """Return the entries of a module's state dict that `load_state_dict` calls unexpected, each with its tensors.
 
     Their modules only write them, as bitsandbytes' Linear4bit its scales. A module that has a loader or a hook of its
-    own may take any entry.
+    own, whose `id` is in `loaders`, may take any entry.
     """
     found: dict[str, list[str]] = {}
     for name in state:
         part, left = module, name.split(".")
-        own = has_loader(part)
+        own = id(part) in loaders
         while len(left) > 1 and (inner := part._modules.get(left[0])) is not None:
             part, left = inner, left[1:]
-            own = own or has_loader(part)
+            own = own or id(part) in loaders
         held = {**part._parameters, **part._buffers}
         if not own and left[0] != EXTRA_STATE and (len(left) > 1 or left[0] not in held):
             prefix = name.removesuffix(".".join(left))
@@ -252,19 +252,19 @@ def told_by_parameters(module: torch.nn.Module, row: TpRank, *, autotp: bool) ->
     Of one rank all are whole; of AutoTP what bears no mark is (`_set_param_uc_meta`, module_inject/layers.py). Megatron
     sets attributes; a `partition_stride` of 1 is found on SwiGLU's two halves too, and tells nothing of dimension 0.
     """
-    whole: dict[str, Shape] = {}
+    whole, held = dict[str, Shape](), dict[str, Shape]()
     live: dict[str, Rule | None] = {}
     for name, parameter in module.named_parameters():
+        held[name] = param_shape(parameter)
         said = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
         if row.size == 1 or autotp:
             shape = said.get("logical_shape")
-            whole[name] = tuple(shape) if shape is not None else param_shape(parameter)
+            whole[name] = tuple(shape) if shape is not None else held[name]
         dim, cut = getattr(parameter, "partition_dim", None), getattr(parameter, "tensor_model_parallel", None)
         if isinstance(dim, int) and isinstance(cut, bool):
             stride = getattr(parameter, "partition_stride", 1)
             one = Rule(name, replicated=True) if not cut else Rule(name, dim=dim, parts=stride)
             live[name] = one if not cut or dim or stride > 1 else None
-    held = {name: param_shape(parameter) for name, parameter in module.named_parameters()}
     maps = affine_maps(info_of(module)) if row.size > 1 else {}
     return row._replace(whole_shapes=whole, live_rules=live, affine_maps=maps, shard_shapes=held)
 

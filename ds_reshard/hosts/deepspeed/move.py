@@ -479,7 +479,7 @@ def counters(engine: DeepSpeedEngine, prepared: Prepared, request: Request) -> N
     engine.loaded_checkpoint_mp_world_size = entries.get("mp_world_size", 1)
 
 
-_COMPARED_NUMEL = 1 << 20
+_COMPARED_NUMEL, _SAMPLED_NUMEL = 1 << 20, 1 << 15
 
 
 def masters_read(prepared: Prepared) -> bool:
@@ -544,14 +544,15 @@ def _moments_left(engine: DeepSpeedEngine, given: Samples, *, loaded: bool) -> s
 
 
 def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
-    """The first elements of each flat buffer are compared with the weights: as many as are cheap in CPU memory, too."""
+    """Compare elements from all of each flat buffer with the weights: as many as are cheap in CPU memory, too."""
     grid = live_grid(engine)
     live = live_optimizer(engine, grid)
     beside = _weights_beside(engine, live, grid) if live is not None else ()
     compared = [
-        (masters.detach().view(-1)[:_COMPARED_NUMEL], weights.detach().view(-1)[:_COMPARED_NUMEL])
+        (masters.detach().view(-1)[::step], weights.detach().view(-1)[::step])
         for masters, weights in zip(masters_of(engine), beside, strict=True)
         if weights is not None and weights.numel() == masters.numel()
+        for step in (masters.numel() // _SAMPLED_NUMEL + 1,)
     ]
     if any(_first_difference(masters, weights) is not None for masters, weights in compared):
         return "not those of the weights" if loaded else _KEPT
