@@ -220,8 +220,7 @@ def _overrides(module: torch.nn.Module, method: str) -> bool:
 def entries_unloaded(module: torch.nn.Module, state: Iterable[str], loaders: set[int]) -> dict[str, list[str]]:
     """Return the entries of a module's state dict that `load_state_dict` calls unexpected, each with its tensors.
 
-    Their modules only write them, as bitsandbytes' Linear4bit its scales. A module that has a loader or a hook of its
-    own, whose `id` is in `loaders`, may take any entry.
+    Their modules only write them, as bitsandbytes' Linear4bit its scales. One whose `id` is in `loaders` may take any.
     """
     found: dict[str, list[str]] = {}
     for name in state:
