@@ -454,6 +454,20 @@ def by_script(late: Late) -> list[list[float]]:
         return rates + train(unstepped, late, 2, 2)
 
 
+def by_another(late: Late, folder: str, saved: bool, now: bool) -> list[str]:
+    """What is said if the saving run, and this one, step the schedule with the optimizer or leave it to the script."""
+    import ds_reshard
+
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"):
+        run = prepared(late, step_scheduler_with_optimizer=saved)
+        train(run, late, 0, 2)
+        run[0].save_state(folder)
+        again = prepared(late, step_scheduler_with_optimizer=now)
+        with heard() as told:
+            again[0].load_state(folder)
+    return [line for line in told if "may be of another update" in line]
+
+
 def by_number(late: Late, folder: str, clock: str) -> list[list[float]]:
     """Save twice into folders that accelerate names; load without naming one, on another clock."""
     from accelerate.utils import ProjectConfiguration

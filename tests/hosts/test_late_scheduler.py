@@ -62,6 +62,16 @@ def test_a_script_that_steps_the_schedule_by_itself(worlds: Any) -> None:
     assert [rate for rate, _ in rates] == pytest.approx([LR, LR, LR / 1.1, LR / 1.1])
 
 
+@pytest.mark.parametrize(("saved", "now"), [(False, True), (True, False), (False, False), (True, True)])
+def test_a_position_that_counts_other_steps_is_told(worlds: Any, tmp_path: Path, saved: bool, now: bool) -> None:
+    """A script's own, of which no file tells how many an update had, or those that accelerate makes."""
+    late = Late(clock="accelerate")
+    (said, *others) = worlds[2].run("late_jobs.by_another", late=late, folder=str(tmp_path), saved=saved, now=now)
+    assert [len(said), *map(len, others)] == [int(saved is not now), 0]
+    sides = ["the script (step_scheduler_with_optimizer=False)", "accelerate"]
+    assert all(f"stepped by {sides[saved]}, and this run's is by {sides[now]}" in line for line in said)
+
+
 def test_what_had_taken_steps_before_prepare_goes_on_from_there(worlds: Any, tmp_path: Path) -> None:
     late = Late(scheduler="advanced")
     _check(worlds[2].run("late_jobs.whole", late=late, folder=str(tmp_path)), late)

@@ -96,12 +96,12 @@ def tracked(accelerator: Accelerator) -> Tracked | None:
 class Saved(NamedTuple):
     """What is known of the schedule in a checkpoint: its clock, and the updates before it began.
 
-    `by_script` says that the script alone decided when it took a step.
+    `by_script` says that the script alone decided when it took a step; None where nothing tells.
     """
 
     clock: str | None = None
     since: int = 0
-    by_script: bool = False
+    by_script: bool | None = None
 
 
 def save_state(call: Call) -> object:
@@ -184,6 +184,8 @@ def load_state(call: Call) -> object:
     if where is not None:
         moved = mine is not None and saved.clock not in (None, mine.clock)
         run_on_all(lambda: _refuse_absent(accelerator, where, scheduled=not moved), subject=f"loading {where}")
+    if mine is not None and policy.keeps_position and not policy.finetune:
+        _warn_of_other_steps(accelerator, mine, saved, str(where))
     with _anew(accelerator) if policy.finetune else nullcontext():
         if mine is None or saved.clock in (None, mine.clock):
             with positions.translated(accelerator, _steps(accelerator, where), mine, policy):
@@ -301,6 +303,17 @@ def _updates(mine: Tracked) -> int:
     engine = mine.engine()
     assert engine is not None, "its Accelerator holds it"
     return int(engine.global_steps - engine.skipped_steps)
+
+
+def _warn_of_other_steps(accelerator: Accelerator, mine: Tracked, saved: Saved, where: str) -> None:
+    """Say on rank 0 that the saved position counts steps that the script made, and this run lets accelerate, or not."""
+    if saved.clock != mine.clock or saved.by_script in (None, mine.steps is None) or not accelerator.is_main_process:
+        return
+    sides = ["the script (step_scheduler_with_optimizer=False)", "accelerate"]
+    logger.warning(
+        "%s: its schedule was stepped by %s, and this run's is by %s: the saved position may be of another update",
+        *(where, *(sides if saved.by_script else reversed(sides))),
+    )
 
 
 class _Unread:
