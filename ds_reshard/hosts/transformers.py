@@ -115,13 +115,15 @@ def warn_of_data(trainer: Trainer, folder: str) -> None:
 
     It passes over `global_step` updates of this run's batches (`_inner_training_loop` of trainer.py, 4.30 to 5.24), and
     its state tells neither the number of processes nor the accumulation: the files of random states and the arguments
-    do. Nothing is said where these are not there, or where processes share samples.
+    do. With split_batches a batch is that of all processes. Nothing is said where the files are not there, or where
+    processes share samples.
     """
     arguments = trainer.args
     if not trainer.is_world_process_zero() or getattr(trainer.accelerator, "parallelism_config", None) is not None:
         return
     found = _saved_update(folder)
-    now = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
+    processes = 1 if trainer.accelerator.split_batches else arguments.world_size
+    now = arguments.train_batch_size * arguments.gradient_accumulation_steps * processes
     if found is None or found[1] == now or arguments.ignore_data_skip:
         return
     steps, then = found
@@ -146,7 +148,9 @@ def _saved_update(folder: str) -> tuple[int, int] | None:
     if not all(isinstance(one, int) for one in told):
         return None
     steps, batch, accumulation = cast("tuple[int, int, int]", told)
-    return steps, batch * accumulation * processes
+    config = getattr((saved or {}).get("accelerator_config"), "state", None)
+    split = isinstance(config, Mapping) and bool(config.get("split_batches"))
+    return steps, batch * accumulation * (1 if split else processes)
 
 
 def refuse_unseen_schedule(trainer: Trainer) -> None:

@@ -93,3 +93,21 @@ def test_a_count_of_updates_of_other_samples_is_told(worlds: Any, tmp_path: Path
     first, second = worlds[2].run("unsafe_jobs.trainer_data", accumulation=2, **asked)
     assert "an update of this run has 8: the Trainer goes on at sample 16" in first[0] and second == []
     assert worlds[2].run("unsafe_jobs.trainer_data", accumulation=1, **asked) == [[], []]
+
+
+def test_a_batch_that_processes_split_is_that_of_all(worlds: Any, tmp_path: Path) -> None:
+    """With split_batches the number of processes changes no update, and without it in one run of the two, it does."""
+    for split in (False, True):
+        worlds[2].run("unsafe_jobs.trainer_save", folder=str(tmp_path / str(split)), split=split)
+    again = {"folder": str(tmp_path / "again"), "accumulation": 1}
+    divided = {"wanted": str(tmp_path / "True" / "checkpoint-2"), **again}
+    for processes in (1, 2):
+        assert worlds[processes].run("unsafe_jobs.trainer_data", split=True, **divided) == [[]] * processes
+    told = [
+        worlds[2].run("unsafe_jobs.trainer_data", split=False, **divided)[0],
+        worlds[2].run("unsafe_jobs.trainer_data", split=True, wanted=str(tmp_path / "False" / "checkpoint-2"), **again)[
+            0
+        ],
+    ]
+    for (line,), (then, now) in zip(told, ((2, 4), (4, 2)), strict=True):
+        assert f"counts 2 updates of {then} samples, and an update of this run has {now}" in line

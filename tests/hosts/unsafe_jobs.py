@@ -125,7 +125,12 @@ def accelerate_deepspeed(late: Any, folder: str) -> dict[str, Any]:
 
 
 def _trainer(
-    folder: str, safe: bool, resume_from: str | bool | None, deepspeed: dict[str, Any] | None, accumulation: int = 1
+    folder: str,
+    safe: bool,
+    resume_from: str | bool | None,
+    deepspeed: dict[str, Any] | None,
+    accumulation: int = 1,
+    split: bool = False,
 ) -> Any:
     from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -140,6 +145,7 @@ def _trainer(
             save_steps=2,
             per_device_train_batch_size=2,
             gradient_accumulation_steps=accumulation,
+            accelerator_config={"split_batches": split},
             report_to=[],
             disable_tqdm=True,
             dataloader_pin_memory=False,
@@ -163,8 +169,8 @@ class _Regression(torch.nn.Module):
         return {"loss": (found.float() - labels.float()).square().mean()}
 
 
-def trainer_save(folder: str, deepspeed: dict[str, Any] | None = None) -> list[str]:
-    _trainer(folder, True, None, deepspeed)
+def trainer_save(folder: str, deepspeed: dict[str, Any] | None = None, split: bool = False) -> list[str]:
+    _trainer(folder, True, None, deepspeed, split=split)
     return sorted(str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file())
 
 
@@ -178,12 +184,12 @@ def trainer_resume(folder: str, wanted: str | bool, deepspeed: dict[str, Any] | 
         return _told(lambda: _trainer(folder, True, wanted, deepspeed))
 
 
-def trainer_data(folder: str, wanted: str, accumulation: int) -> list[str]:
+def trainer_data(folder: str, wanted: str, accumulation: int, split: bool = False) -> list[str]:
     """What a Trainer without DeepSpeed is told of its place in the data."""
     import ds_reshard
 
     with ds_reshard.install("transformers"), heard() as lines:
-        _trainer(folder, True, wanted, None, accumulation)
+        _trainer(folder, True, wanted, None, accumulation, split)
     return [str(line) for line in lines if "samples" in str(line)]
 
 
