@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from nanotron_builder import MODEL, Run, values, write
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ds_reshard.dcp import LoadPlanner, Reader
 from ds_reshard.operations import convert
@@ -45,3 +47,22 @@ def test_each_format_is_read(kind: str, dtype: torch.dtype, tmp_path: Path) -> N
     wanted = "fp32" if dtype is torch.float32 else "weight"
     assert [p.name for p in MODEL if not torch.equal(model[p.name], held[p.name, wanted])] == []
     assert [p.name for p in MODEL if not torch.equal(moments[p.name]["exp_avg"], held[p.name, "exp_avg"])] == []
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_not_missing_under_its_other_name(tied: bool, tmp_path: Path) -> None:
+    """As safetensors has it once; of a model that does not tie them the second is."""
+    saved = {"embed.weight": torch.randn(5, 3), "nothing": torch.zeros(0)}
+    save_file(saved, tmp_path / "model.safetensors")
+    weight, nothing = torch.zeros(5, 3), torch.zeros(0)
+    head = weight.detach() if tied else torch.zeros(5, 3)
+    model = {"embed.weight": weight, "head.weight": head, "nothing": nothing, "of it": nothing.detach()}
+    for partial in (False, True):
+        planner = LoadPlanner(allow_partial_load=partial)
+        if not (tied or partial):
+            with pytest.raises(CheckpointException, match=r"ModelMismatch.*\n.*model\.head\.weight: is asked for"):
+                dcp.load({"model": model}, storage_reader=Reader(str(tmp_path)), planner=planner)
+            continue
+        dcp.load({"model": model}, storage_reader=Reader(str(tmp_path)), planner=planner)
+        assert torch.equal(weight, saved["embed.weight"]) and torch.equal(head, weight) is tied
+        weight.zero_()

@@ -71,12 +71,23 @@ class LoadPlanner(DefaultLoadPlanner):
     """torch's `DefaultLoadPlanner`, of any storage, that raises ModelMismatch with all missing keys and other shapes.
 
     With `allow_partial_load` missing keys are left as they are, and other shapes are still an error; so is a DTensor of
-    which a rank holds another part than its mesh says.
+    which a rank holds another part than its mesh says. A tied weight, which safetensors has under one name, is not
+    missing under the others.
     """
 
     def create_local_plan(self) -> LoadPlan:
+        self._leave_out_second_names()
         raise_faults(self._faults(), subject=_SUBJECT)
         return super().create_local_plan()
+
+    def _leave_out_second_names(self) -> None:
+        """Ask for no key that is not there and whose memory is that of one that is: loads are in place."""
+        assert self.metadata is not None, "torch gives the metadata before it asks for a plan"
+        saved = self.metadata.state_dict_metadata
+        filled = {_memory(value) for key, value in self.state_dict.items() if key in saved} - {None}
+        self.state_dict = {
+            key: value for key, value in self.state_dict.items() if key in saved or _memory(value) not in filled
+        }
 
     def _faults(self) -> Iterator[Fault]:
         assert self.metadata is not None, "torch gives the metadata before it asks for a plan"
@@ -91,6 +102,14 @@ class LoadPlanner(DefaultLoadPlanner):
                 what, mend = "has another shape in the checkpoint", "build the model that was saved"
                 yield ModelMismatch.fault(key, what, str(list(size())), str(list(told.size)), mend=mend)
             yield from off_mesh(key, value)
+
+
+def _memory(value: object) -> tuple[object, ...] | None:
+    """Where a tensor lies, or this rank's part of it, also one without elements; None for anything else."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.untyped_storage()._cdata, local.storage_offset(), local.shape, local.stride()
 
 
 class WeightsAlone(dict[str, TensorStorageMetadata | BytesStorageMetadata]):
