@@ -1,4 +1,4 @@
-"""Arguments that several subcommands have."""
+"""A subcommand, the arguments that several have, and how an answer is printed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.console import Console
 
 from ds_reshard.cli.launch import sharing
 from ds_reshard.cli.render import read_enough
 from ds_reshard.errors import WriteFailed
-from ds_reshard.model.target import DTYPES
 from ds_reshard.operations import FORMATS, Reading
-from ds_reshard.operations.options import THREADS, refuse_memory
+from ds_reshard.operations.options import OPTIONS, THREADS, TargetOption, refuse_memory
 
 FOLDER = "the folder that was given to save_checkpoint"
 
@@ -49,80 +48,94 @@ def shard(text: str) -> tuple[int, int]:
     return int(number), int(count)
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """What is to be written: the format, and the options of each format."""
-    parser.add_argument("--to", required=True, choices=FORMATS, metavar="FORMAT", help=", ".join(FORMATS))
-    parser.add_argument(
-        "--names",
-        metavar="FILE",
-        help="JSON: each parameter's name and that in OUT; a name with a ( is a pattern: docs/convert.md",
-    )
-    sizes = parser.add_argument_group(
-        "zero1, zero2, zero3, bf16, dcp, accelerate, fsdp, nanotron, megatron, megatron-torch"
-    )
-    sizes.add_argument("--dp", type=count, metavar="N", help="data-parallel size (default: the saving run's)")
-    zero3 = parser.add_argument_group("zero3")
-    zero3.add_argument("--sub-group-size", type=count, metavar="N", help="the coming run's (default: the saving run's)")
-    weights = parser.add_argument_group("safetensors, torch")
-    weights.add_argument("--dtype", choices=DTYPES, help="of the weights (default: as they were trained)")
-    grid = parser.add_argument_group("nanotron, megatron-torch", "sizes and stage are the saving run's unless given")
-    grid.add_argument(
-        "--tp", type=count, metavar="N", help="tensor-parallel size, of zero1, zero2, zero3 and bf16, too"
-    )
-    grid.add_argument("--pp", type=count, metavar="N", help="pipeline-parallel size, of zero1 and bf16, too")
-    grid.add_argument("--zero-stage", type=int, choices=(0, 1), help="of nanotron's optimizer")
-    shown = parser.add_argument_group("zero1, zero2, zero3, bf16, nanotron, megatron, megatron-torch")
-    shown.add_argument(
-        "--like", metavar="DIR", help="a checkpoint of the coming run, whose sizes, stages, parts and experts are taken"
-    )
-    experts = parser.add_argument_group("zero1, zero2, bf16, megatron")
-    experts.add_argument(
-        "--ep", type=count, metavar="N", help="expert-parallel size (default: 1); of megatron from 1 to more or back"
-    )
+How = Mapping[str, Any]
+"""The keywords of argparse's `add_argument`."""
+
+
+def switch(help: str) -> How:
+    return {"action": "store_true", "help": help}
+
+
+def text(metavar: str, help: str) -> How:
+    return {"metavar": metavar, "help": help}
+
+
+def number(help: str, *, type: Callable[[str], object] = count, metavar: str = "N", **more: Any) -> How:
+    return {"help": help, "type": type, "metavar": metavar, **more}
+
+
+def gigabytes(help: str) -> How:
+    return number(help, type=bandwidth, metavar="GBPS", default=1.0)
+
+
+def _how(option: TargetOption) -> How:
+    """Return how the command line takes an option of some formats; its help names them."""
+    help = f"{option.help} ({', '.join(option.formats)})"
+    if option.choices:
+        return {"help": help, "choices": option.choices, "type": type(option.choices[0])}
+    if option.is_switch:
+        return switch(help)
+    return number(help) if option.metavar == "N" else text(option.metavar, help)
+
+
+ARGUMENTS: Mapping[str, How] = {
+    "checkpoint": text("CKPT", FOLDER),
+    "--tag": {"help": "the tag to read (default: the one that 'latest' names)"},
+    "--config": text("FILE", "the DeepSpeed JSON of the coming run"),
+    "--to": {"required": True, "choices": FORMATS, "metavar": "FORMAT", "help": ", ".join(FORMATS)},
+    "--names": text("FILE", "JSON: each parameter's name and that in OUT; with a ( it is a pattern: docs/convert.md"),
+    **{option.flag: _how(option) for option in OPTIONS},
+    "--threads": number("(default: %(default)s)", default=THREADS),
+    "--memory": number("memory for buffers (default: %(default)s)", metavar="MIB", default=256),
+    "--processes": number("for what is large (default: as many as cores; 1 for each of several ranks)"),
+    "--device": {
+        "choices": ("auto", "cpu", "cuda"),
+        "default": "auto",
+        "help": "where the values are computed; auto is the cpu (default: %(default)s)",
+    },
+    "--rules": text("FILE", "JSON: how tensor-parallel ranks cut parameters, where DeepSpeed's files do not say it"),
+    "--trust": {
+        "action": "append",
+        "default": [],
+        **text("CLASS", "a class that its pickles may name, as module.Class; may be given again"),
+    },
+    "--json": switch("print JSON"),
+}
+"""The arguments that several subcommands have."""
+TARGET = " ".join(("--to", "--names", *(option.flag for option in OPTIONS if not option.is_switch)))
+"""What is to be written: the format, and the options of each format."""
+READING = "--threads --memory --processes"
+
+
+class Command(NamedTuple):
+    """A subcommand: its `own` arguments, the `common` ones by name, and --json; its --help ends with the example.
+
+    It is `shared` if the ranks of a launcher do it together.
+    """
+
+    name: str
+    run: Callable[[argparse.Namespace], int]
+    help: str
+    example: str
+    common: str
+    own: Mapping[str, How] = {}
+    usage: str | None = None
+    shared: bool = False
+
+    def add(self, commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+        """Add its parser."""
+        told: dict[str, Any] = {"description": f"{self.help[0].upper()}{self.help[1:]}.", "usage": self.usage}
+        example = f"example: ds-reshard {self.name} {self.example}"
+        parser = commands.add_parser(self.name, help=self.help, epilog=example, **told)
+        for name in (*self.own, *self.common.split(), "--json"):
+            parser.add_argument(name, **self.own.get(name, ARGUMENTS.get(name, {})))
+        parser.set_defaults(run=self.run, shared=self.shared)
 
 
 def target(arguments: argparse.Namespace) -> Mapping[str, Any]:
-    """What add_target's arguments say, by the names that `convert` and `plan` give them."""
-    names = ("to", "dp", "tag", "sub_group_size", "dtype", "tp", "pp", "ep", "zero_stage", "like", "names")
-    return {name: getattr(arguments, name) for name in names}
-
-
-def add_reading(parser: argparse.ArgumentParser, *, processes: bool = True) -> None:
-    """--threads, --memory, and of a tool that copies of the process may share, --processes."""
-    parser.add_argument("--threads", type=count, metavar="N", default=THREADS, help="(default: %(default)s)")
-    parser.add_argument(
-        "--memory", type=count, metavar="MIB", default=256, help="memory for buffers (default: %(default)s)"
-    )
-    if processes:
-        told = "for what is large (default: as many as cores; 1 for each of several ranks)"
-        parser.add_argument("--processes", type=count, metavar="N", help=told)
-
-
-def add_command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    *,
-    help: str,
-    example: str,
-    usage: str | None = None,
-) -> argparse.ArgumentParser:
-    """A subcommand whose --help ends with an example."""
-    told = f"example: ds-reshard {name} {example}"
-    return commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", usage=usage, epilog=told)
-
-
-def add_checkpoint(parser: argparse.ArgumentParser, metavar: str = "CKPT", help: str = FOLDER) -> None:
-    """The checkpoint, and --tag."""
-    parser.add_argument("checkpoint", metavar=metavar, help=help)
-    parser.add_argument("--tag", help="the tag to read (default: the one that 'latest' names)")
-
-
-def add_json(
-    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int], *, shared: bool = False
-) -> None:
-    """--json, and what the subcommand does; `shared` where the ranks of a launcher do it together."""
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run, shared=shared)
+    """Return what the arguments of TARGET say, and --repair, by the names that `convert` and `plan` give them."""
+    names = ("to", "tag", "names", *(option.name for option in OPTIONS))
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def show(arguments: argparse.Namespace, told: Callable[[], object], render: Callable[[Console], None]) -> None:
@@ -158,32 +171,8 @@ class _Output(Console):
         read_enough(sys.stdout)
 
 
-def add_trust(parser: argparse.ArgumentParser, *, rules: bool = True) -> None:
-    """--trust, and of a tool that reads tensors, --rules."""
-    if rules:
-        told = "JSON: how tensor-parallel ranks have cut parameters, where DeepSpeed's files do not say it"
-        parser.add_argument("--rules", metavar="FILE", help=told)
-    parser.add_argument(
-        "--trust",
-        action="append",
-        default=[],
-        metavar="CLASS",
-        help="a class that its pickles may name, as module.Class; may be given again",
-    )
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """--device."""
-    parser.add_argument(
-        "--device",
-        choices=("auto", "cpu", "cuda"),
-        default="auto",
-        help="where the values are computed; auto is the cpu (default: %(default)s)",
-    )
-
-
 def reading(arguments: argparse.Namespace) -> Reading:
-    """What add_reading's and add_device's arguments say; raises ConfigError for memory too little for the threads."""
+    """What READING and --device say; raises ConfigError for memory too little for the threads."""
     refuse_memory(arguments.threads, arguments.memory << 20)
     device = getattr(arguments, "device", "auto")
     alone = sharing().size == 1

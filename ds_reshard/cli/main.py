@@ -17,24 +17,13 @@ from typing import NoReturn
 import ds_reshard
 from ds_reshard import __version__
 from ds_reshard.cli import doctor, lr_command, render
-from ds_reshard.cli.arguments import (
-    add_checkpoint,
-    add_command,
-    add_device,
-    add_json,
-    add_reading,
-    add_trust,
-    reading,
-    show,
-)
-from ds_reshard.cli.comparison import add_diff
-from ds_reshard.cli.conversion import add_convert
+from ds_reshard.cli.arguments import READING, Command, number, reading, show, switch, text
+from ds_reshard.cli.conversion import CONVERT, PLAN
 from ds_reshard.cli.launch import INTERRUPTED, launched, together
 from ds_reshard.cli.lr_command import draw
-from ds_reshard.cli.plan_command import add_plan
-from ds_reshard.cli.preflight_command import add_preflight
+from ds_reshard.cli.preflight_command import PREFLIGHT
 from ds_reshard.cli.render import bar, complain
-from ds_reshard.cli.verification import add_verify
+from ds_reshard.cli.verification import DIFF, VERIFY
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trust_faults
 from ds_reshard.errors import ReshardError, is_short, raise_faults, without_secrets
 from ds_reshard.hosts import installed
@@ -60,62 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"ds-reshard {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    hooks = add_command(
-        commands, "hooks", help="what is patched of each framework, and what not and why", example="--all"
-    )
-    hooks.add_argument("--all", action="store_true", help="list every patch")
-    hooks.add_argument(
-        "--path", action="store_true", help="print the folder which, on PYTHONPATH, puts the hooks on in every process"
-    )
-    add_json(hooks, _hooks)
-
-    look = add_command(
-        commands, "inspect", help="show what a checkpoint holds, or every fault found in it", example="checkpoints"
-    )
-    add_checkpoint(look)
-    look.add_argument("--all", action="store_true", help="list every parameter and file")
-    add_trust(look)
-    add_json(look, _inspect)
-
-    prints = add_command(
-        commands, "fingerprint", help="64 bits of every tensor, the same under every layout", example="checkpoints"
-    )
-    add_checkpoint(prints)
-    add_reading(prints)
-    add_device(prints)
-    add_trust(prints)
-    add_json(prints, _fingerprint, shared=True)
-
-    lr = add_command(
-        commands,
-        "lr",
-        help="draw the learning rate of the coming run before it is started",
-        usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
-        example="checkpoints --config ds_config.json; or, of Megatron-LM, checkpoints -- --lr 3e-5 ...",
-    )
-    lr.add_argument("checkpoint", metavar="CKPT", help="the folder that was given to save_checkpoint, or to --save")
-    lr.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
-    lr.add_argument("--tag", help="the tag that will be loaded (default: the one that 'latest' names)")
-    lr.add_argument("--steps", type=_steps, metavar="N", help="how many steps (default: to the schedule's end)")
-    lr.add_argument("--png", metavar="FILE", help="write a picture")
-    add_trust(lr, rules=False)
-    add_json(lr, _lr)
-
-    add_convert(commands)
-    add_verify(commands)
-    add_diff(commands)
-    add_plan(commands)
-    add_preflight(commands)
-
-    look_over = add_command(
-        commands,
-        "doctor",
-        help="installed frameworks against the tested ones, and what a JSON does",
-        example="--config ds_config.json",
-    )
-    look_over.add_argument("--config", metavar="FILE", help="a DeepSpeed JSON, as it is used with accelerate")
-    add_json(look_over, _doctor)
+    for command in COMMANDS:
+        command.add(commands)
     return parser
 
 
@@ -135,9 +70,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 
 def _open_standard_streams() -> None:
     """Where one is closed (2>&-): else a file of a checkpoint has its number, and what C code prints goes into it."""
-    for number in range(3):
+    for stream in range(3):
         try:
-            os.fstat(number)
+            os.fstat(stream)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the least number that is free
 
@@ -231,3 +166,60 @@ def _doctor(arguments: argparse.Namespace) -> int:
     findings = diagnose(read_config(arguments.config)) if arguments.config is not None else ()
     show(arguments, lambda: doctor.to_json(found, findings), lambda console: doctor.render(found, findings, console))
     return FINDING if doctor.wrong(found, findings) else OK
+
+
+COMMANDS = (
+    Command(
+        "hooks",
+        _hooks,
+        "what is patched of each framework, and what not and why",
+        "--all",
+        "",
+        {
+            "--all": switch("list every patch"),
+            "--path": switch("print the folder which, on PYTHONPATH, puts the hooks on in every process"),
+        },
+    ),
+    Command(
+        "inspect",
+        _inspect,
+        "show what a checkpoint holds, or every fault found in it",
+        "checkpoints",
+        "checkpoint --tag --rules --trust",
+        {"--all": switch("list every parameter and file")},
+    ),
+    Command(
+        "fingerprint",
+        _fingerprint,
+        "64 bits of every tensor, the same under every layout",
+        "checkpoints",
+        f"checkpoint --tag {READING} --device --rules --trust",
+        shared=True,
+    ),
+    Command(
+        "lr",
+        _lr,
+        "draw the learning rate of the coming run before it is started",
+        "checkpoints --config ds_config.json; or, of Megatron-LM, checkpoints -- --lr 3e-5 ...",
+        "--tag --config --trust",
+        {
+            "checkpoint": text("CKPT", "the folder that was given to save_checkpoint, or to --save"),
+            "--steps": number("how many steps (default: to the schedule's end)", type=_steps),
+            "--png": text("FILE", "write a picture"),
+        },
+        usage="%(prog)s CKPT (--config FILE | [OPTION ...] -- MEGATRON-FLAG ...) [OPTION ...]",
+    ),
+    CONVERT,
+    VERIFY,
+    DIFF,
+    PLAN,
+    PREFLIGHT,
+    Command(
+        "doctor",
+        _doctor,
+        "installed frameworks against the tested ones, and what a JSON does",
+        "--config ds_config.json",
+        "",
+        {"--config": text("FILE", "a DeepSpeed JSON, as it is used with accelerate")},
+    ),
+)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.text import Text
 
-from ds_reshard.cli.arguments import add_checkpoint, add_command, add_json, add_trust, bandwidth, count, show
+from ds_reshard.cli.arguments import Command, gigabytes, number, show, switch, text
 from ds_reshard.cli.doctor import version_of
 from ds_reshard.cli.render import line, printable, put, render_lines, size, table
 from ds_reshard.errors import ConfigError, ReshardError, faults_of
@@ -23,40 +23,10 @@ from ds_reshard.resume import policy_sources
 from ds_reshard.resume.lr_preview import ComingRun
 
 _STEPS = 5
+_SIZES = {"tp": "tensor", "pp": "pipeline", "ep": "expert", "sp": "sequence"}
 
 
-def add_preflight(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands,
-        "preflight",
-        help="whether a checkpoint will load into a run that is not started yet, and what it will do; status 0 or 1",
-        usage="%(prog)s CKPT --world N [--config FILE] [OPTION ...] [-- SCRIPT-FLAG ... | MEGATRON-FLAG ...]",
-        example="checkpoints --config ds_config.json --world 384 --nodes 48",
-    )
-    add_checkpoint(parser)
-    parser.add_argument("--config", metavar="FILE", help="the DeepSpeed JSON of the coming run")
-    parser.add_argument("--world", type=count, metavar="N", required=True, help="how many ranks it will have")
-    parser.add_argument("--nodes", type=count, metavar="N", default=1, help="on so many nodes (default: %(default)s)")
-    for name, what in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert"), ("sp", "sequence")):
-        parser.add_argument(f"--{name}", type=count, metavar="N", default=1, help=f"{what}-parallel size (default: 1)")
-    parser.add_argument(
-        "--model",
-        metavar="MODULE:FUNCTION",
-        help="imports it and calls it on torch's meta device; gives the model, or model and optimizer, to be compared",
-    )
-    parser.add_argument("--deep", action="store_true", help="read every byte, too, and look at all values")
-    parser.add_argument(
-        "--bandwidth",
-        type=bandwidth,
-        metavar="GBPS",
-        default=1.0,
-        help="gigabytes a second that a node reads (default: %(default)s)",
-    )
-    add_trust(parser, rules=False)
-    add_json(parser, run)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def _preflight(arguments: argparse.Namespace) -> int:
     made = _forecast(arguments)
     show(arguments, made.to_json, lambda console: render_forecast(made, console))
     return 0 if made.loads else 1
@@ -83,7 +53,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
 
 def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
     given = ["--tag"] if arguments.tag is not None else []
-    given += [f"--{name}" for name in ("tp", "pp", "ep", "sp") if getattr(arguments, name) > 1]
+    given += [f"--{name}" for name in _SIZES if getattr(arguments, name) > 1]
     if given:
         mend = "say it in its own flags, after --: --ckpt-step, --tensor-model-parallel-size, ..."
         raise ConfigError(f"{', '.join(given)}: is not asked of a run of Megatron-LM; {mend}")
@@ -118,7 +88,7 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
     model = load_factory(arguments.model) if arguments.model is not None else None
     if model is not None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a script finds its neighbours; after all that is installed
-    sizes = {name: getattr(arguments, name) for name in ("world", "nodes", "tp", "pp", "ep", "sp")}
+    sizes = {name: getattr(arguments, name) for name in ("world", "nodes", *_SIZES)}
     _ask(flags)
     config = fill_from_flags(config, _values(flags))
     try:
@@ -225,3 +195,24 @@ def _render_costs(made: Forecast, console: Console) -> None:
         f"a node of {-(-made.world // made.nodes)} ranks reads {size(made.node_nbytes)} of {made.node_files} files: "
         f"{made.seconds:.3g} s at {made.bandwidth / 1e9:g} GB/s",
     )
+
+
+PREFLIGHT = Command(
+    "preflight",
+    _preflight,
+    "whether a checkpoint will load into a run that is not started yet, and what it will do; status 0 or 1",
+    "checkpoints --config ds_config.json --world 384 --nodes 48",
+    "checkpoint --tag --config --trust",
+    {
+        "--world": number("how many ranks it will have", required=True),
+        "--nodes": number("on so many nodes (default: %(default)s)", default=1),
+        **{f"--{name}": number(f"{what}-parallel size (default: 1)", default=1) for name, what in _SIZES.items()},
+        "--model": text(
+            "MODULE:FUNCTION",
+            "imports it, and calls it on torch's meta device; gives the model, or model and optimizer, to be compared",
+        ),
+        "--deep": switch("read every byte, too, and look at all values"),
+        "--bandwidth": gigabytes("gigabytes a second that a node reads (default: %(default)s)"),
+    },
+    usage="%(prog)s CKPT --world N [--config FILE] [OPTION ...] [-- SCRIPT-FLAG ... | MEGATRON-FLAG ...]",
+)

@@ -1,4 +1,4 @@
-"""`ds-reshard verify`: its arguments, and its findings as a table."""
+"""`ds-reshard verify` and `ds-reshard diff`: their arguments, findings and differences as tables."""
 
 from __future__ import annotations
 
@@ -6,48 +6,30 @@ import argparse
 from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from ds_reshard.cli.arguments import (
-    FOLDER,
-    add_checkpoint,
-    add_command,
-    add_device,
-    add_json,
-    add_reading,
-    add_trust,
-    reading,
-    show,
-)
-from ds_reshard.cli.comparison import render_difference
-from ds_reshard.cli.render import bar, line, printable, size, table
+from ds_reshard.cli.arguments import FOLDER, READING, Command, reading, show, switch, text
+from ds_reshard.cli.render import bar, line, printable, put, render_faults, size, table
 from ds_reshard.errors import ConfigError, Fault, mends_of
-from ds_reshard.model.reports import PickleScan, Verification, pickle_line
-from ds_reshard.operations import scan_pickles, verify
+from ds_reshard.model.reports import (
+    DIFFERS,
+    EQUAL,
+    Difference,
+    PickleScan,
+    TensorDifference,
+    ValueDifference,
+    Verification,
+    pickle_line,
+)
+from ds_reshard.operations import diff, scan_pickles, verify
+
+_ROWS = 40
 
 
-def add_verify(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = add_command(
-        commands,
-        "verify",
-        help="read a checkpoint whole and list everything that is wrong with it; status 1 for any finding",
-        example="checkpoints --deep",
-    )
-    add_checkpoint(parser, help=f"{FOLDER}; with --pickles any folder")
-    parser.add_argument("--deep", action="store_true", help="look at the values of the tensors, too")
-    parser.add_argument("--against", metavar="OTHER", help="a checkpoint that it shall be equal to, of any layout")
-    parser.add_argument(
-        "--pickles", action="store_true", help="only search all pickles below CKPT for what acts when they are loaded"
-    )
-    add_reading(parser)
-    add_device(parser)
-    add_trust(parser)
-    add_json(parser, run, shared=True)
-
-
-def run(arguments: argparse.Namespace) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
     if arguments.pickles:
-        return _run_pickles(arguments)
+        return _search(arguments)
     with bar("read") as progress:
         found = verify(
             arguments.checkpoint,
@@ -61,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if found.clean else 1
 
 
-def _run_pickles(arguments: argparse.Namespace) -> int:
+def _search(arguments: argparse.Namespace) -> int:
     """What is in the pickles alone; status 1 for any finding."""
     if arguments.deep or arguments.against is not None or arguments.tag is not None:
         raise ConfigError("--pickles looks at pickles alone: leave out --deep, --against and --tag")
@@ -107,3 +89,101 @@ def render_verification(found: Verification, console: Console) -> None:
     told = f"{found.folder}: {result} in {found.files} files, {found.records} checksums{looked}; "
     line(console, f"{told}{size(found.bytes_read)} read{rate}", "bold red" if count else "green")
     line(console, pickle_line(found.pickles, found.pickles_unread, found.faults))
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    with bar("read") as progress:
+        found = diff(
+            arguments.a,
+            arguments.b,
+            tag_a=arguments.tag_a,
+            tag_b=arguments.tag_b,
+            reading=reading(arguments),
+            progress=progress,
+        )
+    show(
+        arguments,
+        lambda: found.to_json(every_tensor=arguments.tensors),
+        lambda console: render_difference(found, console, every_tensor=arguments.tensors),
+    )
+    return 0 if found.equal else 1
+
+
+def render_difference(found: Difference, console: Console, *, every_tensor: bool = False) -> None:
+    """The tensors that differ (the first 40, or all of both sides), the values that differ, and a line that sums up."""
+    shown = found.tensors if every_tensor else found.differing[:_ROWS]
+    if shown:
+        put(console, _tensor_table(shown))
+    left = len(found.differing) - len(shown)
+    if left > 0:
+        console.print(Text(f"and {left} more that differ: --tensors shows all", style="dim"))
+    if found.values:
+        put(console, _value_table(found.values))
+    render_faults(found.faults, console)
+    for note in found.notes:
+        line(console, note, "dim")
+    line(console, _verdict(found), "green" if found.equal else "bold red")
+
+
+def _verdict(found: Difference) -> str:
+    sides = f"A {found.a}, B {found.b}"
+    read = f"{size(found.bytes_read)} read"
+    if found.equal:
+        return f"{sides}: equal to the bit in {len(found.tensors)} tensors and all values that are compared; {read}"
+    return (
+        f"{sides}: {len(found.differing)} of {len(found.tensors)} tensors and {len(found.values)} values differ"
+        + (f", {len(found.faults)} faults" if found.faults else "")
+        + f"; {read}"
+    )
+
+
+def _tensor_table(tensors: tuple[TensorDifference, ...]) -> Table:
+    made = table("Tensors", "name", "kind", "state", "elements", "max abs", "ulp", "first at")
+    for tensor in tensors:
+        state = tensor.state if tensor.state in (EQUAL, DIFFERS) else f"{tensor.state}: {tensor.a} | {tensor.b}"
+        numbers = ["", "", "", ""]
+        if tensor.first is not None:
+            first = f"{list(tensor.first)}: {tensor.first_a} | {tensor.first_b}"
+            ulp = "" if tensor.max_ulp is None else f"{tensor.max_ulp:,}"
+            numbers = [f"{tensor.differing:,} of {tensor.numel:,}", f"{tensor.max_abs:.4g}", ulp, first]
+        style = "dim" if tensor.state == EQUAL else ""
+        made.add_row(*(Text(printable(text)) for text in (tensor.name, tensor.kind, state, *numbers)), style=style)
+    return made
+
+
+def _value_table(values: tuple[ValueDifference, ...]) -> Table:
+    made = table("Values", "what", "A", "B")
+    for value in values:
+        made.add_row(*(Text(printable(text)) for text in (value.where, value.a, value.b)))
+    return made
+
+
+VERIFY = Command(
+    "verify",
+    _verify,
+    "read a checkpoint whole and list everything that is wrong with it; status 1 for any finding",
+    "checkpoints --deep",
+    f"--tag {READING} --device --rules --trust",
+    {
+        "checkpoint": text("CKPT", f"{FOLDER}; with --pickles any folder"),
+        "--deep": switch("look at the values of the tensors, too"),
+        "--against": text("OTHER", "a checkpoint that it shall be equal to, of any layout"),
+        "--pickles": switch("only search all pickles below CKPT for what acts when they are loaded"),
+    },
+    shared=True,
+)
+DIFF = Command(
+    "diff",
+    _diff,
+    "compare two checkpoints of any stage and size, to the bit; status 1 where they differ",
+    "checkpoints converted",
+    f"{READING} --rules --trust",
+    {
+        "a": text("A", FOLDER),
+        "b": text("B", "the other one"),
+        "--tag-a": text("TAG", "the tag of A (default: the one that 'latest' names)"),
+        "--tag-b": text("TAG", "the tag of B"),
+        "--tensors": switch("list every tensor, the equal ones too"),
+    },
+    shared=True,
+)

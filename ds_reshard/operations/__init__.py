@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.containers.remote import fetched
@@ -16,12 +17,15 @@ from ds_reshard.model.target import ConversionRequest
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
 from ds_reshard.operations.inspection import describe
-from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading
+from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading, TargetOptions
 from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume import lr_preview, megatron
 from ds_reshard.resume.lr_preview import ComingRun
 from ds_reshard.resume.megatron import read_run
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = [
     "FORMATS",
@@ -74,19 +78,11 @@ def convert(
     out: str,
     *,
     to: str,
-    dp: int | None = None,
     tag: str | None = None,
-    sub_group_size: int | None = None,
-    dtype: str | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    zero_stage: int | None = None,
-    like: str | None = None,
-    names: str | None = None,
     repair: bool = False,
     options: Options | None = None,
     progress: Progress | None = None,
+    **wanted: Unpack[TargetOptions],
 ) -> Conversion:
     """Write the checkpoint in `path` (and `tag`, as for `inspect`) anew into the folder `out`.
 
@@ -115,19 +111,7 @@ def convert(
     from ds_reshard.operations.conversion import convert_listing  # which needs torch
 
     listing = find_listing(os.fspath(path), tag)
-    asked = ConversionRequest(
-        to=to,
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        zero_stage=zero_stage,
-        like=like,
-        sub_group_size=sub_group_size,
-        dtype=dtype,
-        names=names,
-        repair=repair,
-    )
+    asked = ConversionRequest(to=to, repair=repair, **wanted)
     return convert_listing(
         listing, os.fspath(path), os.fspath(out), asked=asked, options=options or Options(), progress=progress
     )
@@ -195,19 +179,11 @@ def plan(
     path: str,
     *,
     to: str,
-    dp: int | None = None,
     tag: str | None = None,
-    sub_group_size: int | None = None,
-    dtype: str | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    zero_stage: int | None = None,
-    like: str | None = None,
-    names: str | None = None,
     bandwidth: float = 1e9,
     reading: Reading | None = None,
     shard: tuple[int, int] = (0, 1),
+    **wanted: Unpack[TargetOptions],
 ) -> ConversionPlan:
     """What `convert` with the same arguments would read and write: by whom, from which files, in what time.
 
@@ -219,18 +195,7 @@ def plan(
     from ds_reshard.operations.units import plan_listing  # which needs numpy
 
     before = _bytes_asked_for()
-    asked = ConversionRequest(
-        to=to,
-        dp=dp,
-        tp=tp,
-        pp=pp,
-        ep=ep,
-        zero_stage=zero_stage,
-        like=like,
-        sub_group_size=sub_group_size,
-        dtype=dtype,
-        names=names,
-    )
+    asked = ConversionRequest(to=to, repair=False, **wanted)
     made = plan_listing(
         find_listing(os.fspath(path), tag), asked=asked, bandwidth=bandwidth, reading=reading or Reading(), shard=shard
     )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TypeVar
+from typing import NamedTuple, TypedDict, TypeVar
 
 from ds_reshard.errors import ConfigError
 from ds_reshard.model.target import DTYPES, WEIGHTS, ConversionRequest
@@ -17,44 +17,91 @@ FORMATS = tuple(WRITERS)
 MOST_RANKS = 1 << 17
 """More than any run has: a conversion makes files for each, and a plan of each."""
 THREADS = min(4, os.cpu_count() or 1)
-_RANKED = ("zero1", "zero2", "zero3", "bf16", "nanotron", "megatron-torch")
-"""The formats whose files are of ranks along several axes."""
 Progress = Callable[[int, int], None]
 """Is told the bytes that are written, or read, so far, and in all."""
+
+
+class TargetOptions(TypedDict, total=False):
+    """The keywords of `convert` and of `plan`, beside `to`; OPTIONS says which formats have which."""
+
+    dp: int | None
+    tp: int | None
+    pp: int | None
+    ep: int | None
+    zero_stage: int | None
+    like: str | None
+    sub_group_size: int | None
+    dtype: str | None
+    names: str | None
+
+
+class TargetOption(NamedTuple):
+    """A keyword of `convert` and `plan` that only some formats have, and a flag of the command line.
+
+    Its value is one of `choices`, a number from 1 on (`metavar` N), text, or with `is_switch` true or false.
+    """
+
+    name: str
+    formats: tuple[str, ...]
+    help: str
+    metavar: str = "N"
+    choices: tuple[str | int, ...] = ()
+    is_switch: bool = False
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name.replace('_', '-')}"
+
+    def refuse(self, asked: ConversionRequest) -> None:
+        """Raise ConfigError for a value of it that the format has not."""
+        value: object = getattr(asked, self.name)
+        if value is None or value is False:
+            return
+        if asked.to not in self.formats:
+            what = f"{asked.to} has no such option; leave it out, or --to {' | '.join(self.formats)}"
+            if self.name == "dp":
+                what = f"--to {asked.to} writes whole tensors, which are loaded at any size; leave it out"
+            raise ConfigError(f"{self.flag}: {what}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.flag} {value}: takes {' | '.join(map(str, self.choices))}")
+
+
+_SIZED = tuple(to for to in FORMATS if any(to in one.sized for one in TABLE))
+_RANKED = ("zero1", "zero2", "zero3", "bf16", "nanotron", "megatron-torch")
+"""The formats whose files are of ranks along several axes."""
+OPTIONS = (
+    TargetOption("dp", _SIZED, "data-parallel size, else the saving run's"),
+    TargetOption("sub_group_size", ("zero3",), "the coming run's, else the saving run's"),
+    TargetOption("dtype", WEIGHTS, "of the weights, else as they were trained", choices=DTYPES),
+    TargetOption("tp", _RANKED, "tensor-parallel size"),
+    TargetOption("pp", _RANKED, "pipeline-parallel size"),
+    TargetOption(
+        "ep",
+        ("zero1", "zero2", "bf16", "megatron", "megatron-torch"),
+        "expert-parallel size, else 1; of megatron from 1 to more or back",
+    ),
+    TargetOption("repair", ("megatron",), "put back states that Megatron-LM has saved shifted", is_switch=True),
+    TargetOption("zero_stage", ("nanotron",), "of the optimizer, else the saving run's", choices=(0, 1)),
+    TargetOption(
+        "like",
+        (*_RANKED, "megatron"),
+        "a checkpoint of the coming run, whose sizes, stages, parts and experts are taken",
+        metavar="DIR",
+    ),
+)
 
 
 def refuse(asked: ConversionRequest) -> None:
     """Raise ConfigError for a format that is none, or an argument that it has not."""
     if asked.to not in FORMATS:
         raise ConfigError(f"{asked.to!r} is no format: --to {' | '.join(FORMATS)}")
-    if asked.dp is not None and not any(asked.to in one.sized for one in TABLE):
-        raise ConfigError(f"--dp: --to {asked.to} writes whole tensors, which are loaded at any size; leave it out")
+    for option in OPTIONS:
+        option.refuse(asked)
     ranks = prod(size or 1 for size in (asked.dp, asked.tp, asked.pp))
     if ranks > MOST_RANKS:
         raise ConfigError(
             f"--dp: {ranks} ranks, each with files of its own, are more than a run has; correct the number"
         )
-    if asked.dtype is not None and (asked.to not in WEIGHTS or asked.dtype not in DTYPES):
-        raise ConfigError(f"--dtype {asked.dtype}: takes {' | '.join(DTYPES)}, with --to {' | '.join(WEIGHTS)}")
-    if asked.sub_group_size is not None and asked.to != "zero3":
-        raise ConfigError(f"--sub-group-size: {asked.to} has no sub-groups; leave it out, or --to zero3")
-    for name, (value, formats) in _of_formats(asked).items():
-        if value is not None and asked.to not in formats:
-            raise ConfigError(f"{name}: {asked.to} has no such option; leave it out, or --to {' | '.join(formats)}")
-    if asked.zero_stage not in (None, 0, 1):
-        raise ConfigError(f"--zero-stage {asked.zero_stage}: nanotron has the stages 0 and 1")
-
-
-def _of_formats(asked: ConversionRequest) -> dict[str, tuple[object, tuple[str, ...]]]:
-    """The arguments that few formats have, with these."""
-    return {
-        "--tp": (asked.tp, _RANKED),
-        "--pp": (asked.pp, _RANKED),
-        "--ep": (asked.ep, ("zero1", "zero2", "bf16", "megatron", "megatron-torch")),
-        "--repair": (asked.repair or None, ("megatron",)),
-        "--zero-stage": (asked.zero_stage, ("nanotron",)),
-        "--like": (asked.like, (*_RANKED, "megatron")),
-    }
 
 
 T = TypeVar("T", bound="_Work")
