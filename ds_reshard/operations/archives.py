@@ -13,7 +13,7 @@ from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.runner import in_shares
+from ds_reshard.operations.runner import Told, in_shares
 from ds_reshard.planning.plan import Check, Plan
 
 _RUN_NBYTES = 128 << 20
@@ -83,13 +83,13 @@ def read_records(
     sizes, before = [check.nbytes for check in checks], ledger.bytes_read
     total = before + sum(sizes)
 
-    def read(mine: list[int], own: Reading, told: Progress | None) -> Outcome:
+    def read(mine: list[int], own: Reading, told: Told) -> Outcome:
         executor = ThreadExecutor(threads=own.threads, memory_nbytes=own.memory_nbytes, checksum=True)
         outcome = Outcome()
         for run in _runs(checks[item] for item in mine):
             outcome.add(executor.execute(Plan(copies=(), checks=tuple(run)), {}))
             if told is not None:
-                told(outcome.bytes_read, sum(sizes))
+                told(outcome.bytes_read)
         return outcome
 
     tell = (lambda nbytes, _: progress(before + nbytes, total)) if progress is not None else None

@@ -24,9 +24,9 @@ from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifferenc
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.runner import in_shares
+from ds_reshard.operations.runner import Told, in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.values import SpanReader, index_of, logical
+from ds_reshard.operations.values import index_of, logical, read_spans
 
 
 def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress | None) -> Difference:
@@ -43,11 +43,9 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
     ]
     sizes = [sum(column.nbytes for column in columns) for columns in rows]
 
-    def compare(mine: list[int], own: Reading, told: Progress | None) -> tuple[Outcome, dict[int, Deviation]]:
-        ledger, found = Ledger(), {row: Deviation() for row in mine}
-        of_share = sum(sizes[row] for row in mine)
-        reader = SpanReader(ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=of_share)
-        for span in reader.read([rows[row] for row in mine]):
+    def compare(mine: list[int], own: Reading, told: Told) -> tuple[Outcome, dict[int, Deviation]]:
+        ledger, found, wanted = Ledger(), {row: Deviation() for row in mine}, [rows[row] for row in mine]
+        for span in read_spans(wanted, ledger, threads=own.threads, memory_nbytes=own.memory_nbytes, told=told):
             found[mine[span.row]].add(span.start, *span.values)
         return ledger, found
 
@@ -84,8 +82,7 @@ def _merged(sides: tuple[Checkpoint, Checkpoint], pairs: _Pairs, keys: Sequence[
         rows = tuple(logical(side.index, one) for side, one in zip(sides, at, strict=True))
         if not any(side.shards_of(key.name) for side in sides) or rows[0].nbytes > _WHOLE_NBYTES:
             continue
-        reader = SpanReader(Ledger(), threads=1, memory_nbytes=_WHOLE_NBYTES, progress=None, total=0)
-        spans = [[one.clone() for one in span.values] for span in reader.read([rows])]
+        spans = [[one.clone() for one in span.values] for span in read_spans([rows], memory_nbytes=_WHOLE_NBYTES)]
         a, b = (torch.cat(values) for values in zip(*spans, strict=True))
         for (side, mixed), (other, whole) in (((sides[0], a), (sides[1], b)), ((sides[1], b), (sides[0], a))):
             parts = list(_cut(whole.view(rows[0].shape), other.shards_of(key.name)))

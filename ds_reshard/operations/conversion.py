@@ -254,7 +254,7 @@ class _Work:
         parts = Parts(units, copied=copies > 1)
         with showing(progress, ranks=self._ranks) as self._progress:
             if copies > 1:
-                in_copies(copies, lambda tell: self.copy(copies, tell).write(parts, copies), self.add)
+                in_copies(copies, lambda _, tell: self.copy(copies, tell).write(parts, copies), self.add)
             else:
                 self.write(parts)
 

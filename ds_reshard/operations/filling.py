@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ds_reshard.execution.buffers import TensorTarget
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
+from ds_reshard.operations.options import THREADS
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.ranks import read_together
 from ds_reshard.planning.plan import Plan
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 MEMORY_NBYTES = 64 << 20
-_THREADS = 4
 
 
 def fill(
@@ -31,8 +30,7 @@ def fill(
     targets = {buffer: TensorTarget(tensor) for buffer, tensor in tensors.items()}
 
     def execute() -> tuple[None, Outcome]:
-        threads = min(_THREADS, os.cpu_count() or 1)
-        executor = choose("auto", targets, threads=threads, memory_nbytes=MEMORY_NBYTES, checksum=True)
+        executor = choose("auto", targets, threads=THREADS, memory_nbytes=MEMORY_NBYTES, checksum=True)
         return None, progress.execute(executor, plan, targets)
 
     with showing(subject) as progress:

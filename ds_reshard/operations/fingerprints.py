@@ -9,19 +9,18 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import Fault, InternalError, ReshardError, faults_of, raise_faults
-from ds_reshard.execution.interfaces import Outcome, Saw
+from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.region import Box
 from ds_reshard.model.reports import Fingerprinted, TensorFingerprint
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.proof import prove
-from ds_reshard.operations.runner import in_shares
+from ds_reshard.operations.runner import Told, in_shares
 from ds_reshard.operations.source import find_listing, open_checkpoint
 
 if TYPE_CHECKING:
     from ds_reshard.execution.fingerprint import Fingerprint
-    from ds_reshard.planning.copies import Copy
     from ds_reshard.planning.plan import Plan
 
 _FILE = "fingerprint"
@@ -77,7 +76,7 @@ def _planned(source: Checkpoint, keys: Sequence[TensorKey], elsewhere: frozenset
 
 
 def _part(
-    source: Checkpoint, every: Sequence[TensorKey], items: Sequence[int], reading: Reading, progress: Progress | None
+    source: Checkpoint, every: Sequence[TensorKey], items: Sequence[int], reading: Reading, told: Told
 ) -> tuple[Outcome, dict[TensorKey, Fingerprint]]:
     """Read some of the tensors, each byte once: what was read, and the sums of all their bytes."""
     from ds_reshard.execution.cuda import offline_device
@@ -88,9 +87,17 @@ def _part(
     plan = _planned(source, keys, frozenset(every).difference(keys))
     sums, device = Fingerprints[TensorKey](), offline_device(reading.device)
     targets = {str(key): FingerprintTarget(sums, key, device) for key in keys}
-    told = _told_of(progress, plan.nbytes) if progress is not None else None
-    executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=told)
-    return executor.execute(plan, targets), {key: sums[key] for key in keys}
+    lock, tell = threading.Lock(), told if told is not None else lambda done: None
+
+    def saw(copies: object, views: object) -> None:
+        with lock:
+            tell(executor.nbytes_read)
+
+    how = saw if told is not None else None
+    executor = ThreadExecutor(threads=reading.threads, memory_nbytes=reading.memory_nbytes, checksum=True, saw=how)
+    outcome = executor.execute(plan, targets)
+    tell(outcome.bytes_read)
+    return outcome, {key: sums[key] for key in keys}
 
 
 def _read(source: Checkpoint, keys: Sequence[TensorKey], reading: Reading, progress: Progress | None) -> Fingerprinted:
@@ -139,19 +146,6 @@ def _read(source: Checkpoint, keys: Sequence[TensorKey], reading: Reading, progr
         faults=tuple(faults),
         bytes_read=outcome.bytes_read,
     )
-
-
-def _told_of(progress: Progress, total: int) -> Saw:
-    """What tells `progress` how much was read."""
-    lock, done = threading.Lock(), 0
-
-    def saw(copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
-        nonlocal done
-        with lock:
-            done += sum(copy.nbytes for copy in copies)
-            progress(done, total)
-
-    return saw
 
 
 def _told(key: TensorKey, dtype: str, shape: tuple[int, ...], fingerprint: str | None) -> TensorFingerprint:

@@ -11,7 +11,7 @@ from ds_reshard.model.checkpoint import Checkpoint, checksums
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Holder, TensorKey
-from ds_reshard.operations.options import Reading
+from ds_reshard.operations.options import THREADS
 
 if TYPE_CHECKING:
     from ds_reshard.operations.values import Span
@@ -125,11 +125,10 @@ _Tensor = tuple[Index, TensorKey]
 
 def _side_by_side(rows: Sequence[tuple[_Tensor, ...]], memory_nbytes: int = 64 << 20) -> Iterator[Span]:
     """The elements of several tensors each, of the same number."""
-    from ds_reshard.execution.checksums import Ledger
-    from ds_reshard.operations.values import SpanReader, logical
+    from ds_reshard.operations.values import logical, read_spans
 
-    reader = SpanReader(Ledger(), threads=Reading().threads, memory_nbytes=memory_nbytes, progress=None, total=0)
-    return reader.read([tuple(logical(*one) for one in row) for row in rows])
+    columns = [tuple(logical(*one) for one in row) for row in rows]
+    return read_spans(columns, threads=THREADS, memory_nbytes=memory_nbytes)
 
 
 def _fault(key: TensorKey, count: int, numel: int, mend: str) -> Fault:

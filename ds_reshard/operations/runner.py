@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from heapq import heapify, heapreplace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
@@ -27,8 +28,10 @@ from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.ranks import attempt, collective, gather, raise_caused, rank, world_size
 
 Part = TypeVar("Part")
-Told = TypeVar("Told")
+News = TypeVar("News")
 T = TypeVar("T")
+Told = Callable[[int], None] | None
+"""Is told the bytes that a share has read so far."""
 LEAST_NBYTES = 256 << 20
 """Bytes to read, for a process of its own."""
 COPY_NBYTES = 16 << 20
@@ -37,7 +40,7 @@ BEAT_S = 1.0
 
 
 def in_shares(
-    work: Callable[[list[int], Reading, Progress | None], T],
+    work: Callable[[list[int], Reading, Told], T],
     sizes: Sequence[int],
     reading: Reading,
     *,
@@ -47,26 +50,21 @@ def in_shares(
     """Return what `work` gives for each share of items of these sizes, on every rank. Collective with `reading.ranks`.
 
     Else `reading.processes` copies of this process do it, which share its threads and memory; fewer if there are few
-    bytes. `work` is given the numbers of its items, how to read, and whom to tell of progress. What one raises all do.
+    bytes. `work` is given the numbers of its items, how to read, and whom to tell of the bytes that it has read.
+    What one raises all do.
     """
-    if reading.ranks and world_size() > 1:
-        mine = dealt(sizes, (rank(), world_size()))
-        with showing(progress, ranks=True) as told:
-            return in_ranks(lambda: work(mine, reading, told), ranks=True, subject=subject)
-    copies = min(reading.processes, sum(sizes) // LEAST_NBYTES, reading.memory_nbytes // COPY_NBYTES)
-    if copies < 2 or reading.device == "cuda":
-        return [work(list(range(len(sizes))), reading, progress)]
-    numbers, own = Parts(range(copies), copied=True), reading.divided(copies)
-    results: dict[int, T] = {}
-    read = [0] * copies
+    total, ranks = sum(sizes), reading.ranks and world_size() > 1
+    copies = min(reading.processes, total // LEAST_NBYTES, reading.memory_nbytes // COPY_NBYTES)
+    if ranks or copies < 2 or reading.device == "cuda":
+        with showing(progress, ranks=ranks) as tell:
+            mine = dealt(sizes, (rank(), world_size()) if ranks else (0, 1))
+            told = (lambda done: tell(min(done, total), total)) if tell is not None else None
+            return in_ranks(lambda: work(mine, reading, told), ranks=ranks, subject=subject)
+    own, results, read = reading.divided(copies), dict[int, T](), [0] * copies
 
-    def share(number: int, tell: Callable[[tuple[int, int, T | None]], None]) -> None:
-        result = work(dealt(sizes, (number, copies)), own, lambda done, _: tell((number, done, None)))
+    def copy(number: int, tell: Callable[[tuple[int, int, T | None]], None]) -> None:
+        result = work(dealt(sizes, (number, copies)), own, lambda done: tell((number, done, None)))
         tell((number, -1, result))
-
-    def copy(tell: Callable[[tuple[int, int, T | None]], None]) -> None:
-        for number in numbers.left():
-            share(number, tell)
 
     def hear(said: tuple[int, int, T | None]) -> None:
         number, done, result = said
@@ -75,7 +73,7 @@ def in_shares(
             return
         read[number] = done
         if progress is not None:
-            progress(sum(read), sum(sizes))
+            progress(min(sum(read), total), total)
 
     mend = "run again; where memory was short, with fewer --processes or less --memory"
     in_copies(copies, copy, hear, lost=ReadFailed, what="its part not read", mend=mend)
@@ -142,14 +140,14 @@ _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 def in_copies(
     number: int,
-    work: Callable[[Callable[[Told], None]], None],
-    told: Callable[[Told], None],
+    work: Callable[[int, Callable[[News], None]], None],
+    told: Callable[[News], None],
     *,
     lost: type[ReshardError] = WriteFailed,
     what: str = "its part not written",
     mend: str = _RESUME,
 ) -> None:
-    """Do `work` in so many copies of this process, each of which may tell something; `told` hears all of it, here.
+    """Do `work` in so many copies of this process, by their numbers; each may tell something, and `told` hears it here.
 
     What is open, and read so far, all of them have. A copy runs its operations of torch in one thread: the threads of
     this process are not in it. Raises what a copy raises first, and `lost` where one ends without a word, which says
@@ -158,9 +156,10 @@ def in_copies(
     context = multiprocessing.get_context("fork")
     copies: dict[Connection[object, object], ForkProcess] = {}
     try:
-        for _ in range(number):
+        for one in range(number):
             here, there = context.Pipe(duplex=False)
-            copy = context.Process(target=_copy, args=(work, there, [*copies, here], os.getpid()), daemon=True)
+            given = partial(work, one), there, [*copies, here], os.getpid()
+            copy = context.Process(target=_copy, args=given, daemon=True)
             copy.start()
             there.close()
             copies[here] = copy
@@ -187,7 +186,7 @@ def in_copies(
 
 
 def _copy(
-    work: Callable[[Callable[[Told], None]], None],
+    work: Callable[[Callable[[News], None]], None],
     pipe: Connection[object, object],
     of_others: Sequence[Connection[object, object]],
     parent: int,

@@ -18,7 +18,6 @@ from ds_reshard.model.index import Extent, Index, extent_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Region
-from ds_reshard.operations.options import Progress
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan
 
@@ -88,49 +87,29 @@ class Span:
         return self if device is None else replace(self, values=tuple(values.to(device) for values in self.values))
 
 
-class SpanReader:
-    """Reads rows of columns of one number of elements each; what was read is noted in `ledger`."""
+def read_spans(
+    rows: Sequence[tuple[Column, ...]],
+    ledger: Ledger | None = None,
+    *,
+    threads: int = 1,
+    memory_nbytes: int = 64 << 20,
+    told: Callable[[int], None] | None = None,
+) -> Iterator[Span]:
+    """Yield every element of rows of columns, in order; the columns of a row have one number of elements.
 
-    def __init__(
-        self, ledger: Ledger, *, threads: int, memory_nbytes: int, progress: Progress | None, total: int
-    ) -> None:
-        self._ledger = ledger
-        self._executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
-        # As much again is left for what is computed of the values.
-        self._unit_nbytes = min(_UNIT_NBYTES, memory_nbytes // 2)
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._progress = progress
-        self._total = total
-
-    def read(self, rows: Sequence[tuple[Column, ...]]) -> Iterator[Span]:
-        """Every element of every row, in order; raises ReadFailed or CheckpointDamaged where bytes cannot be read."""
-        unit: list[tuple[int, int, int]] = []
-        nbytes = 0
-        for row, columns in enumerate(rows):
-            each = sum(column.dtype.itemsize for column in columns)
-            at, numel = 0, columns[0].numel
-            while at < numel:
-                take = min(numel - at, max(1, (self._unit_nbytes - nbytes) // each))
-                unit.append((row, at, at + take))
-                at, nbytes = at + take, nbytes + take * each
-                if nbytes + each > self._unit_nbytes:
-                    yield from self._fill(rows, unit)
-                    unit, nbytes = [], 0
-        yield from self._fill(rows, unit)
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        """The same memory for every unit: pages that were touched before cost nothing."""
-        if self._memory.numel() < nbytes:
-            self._memory = torch.empty(nbytes, dtype=torch.uint8)
-        return self._memory
-
-    def _fill(self, rows: Sequence[tuple[Column, ...]], unit: list[tuple[int, int, int]]) -> Iterator[Span]:
+    What was read is noted in `ledger`, and `told` is called with the bytes so far. Raises ReadFailed or
+    CheckpointDamaged where bytes cannot be read.
+    """
+    ledger = Ledger() if ledger is None else ledger
+    executor = ThreadExecutor(threads=threads, memory_nbytes=memory_nbytes, checksum=True)
+    memory = torch.empty(0, dtype=torch.uint8)  # the same for every unit: pages that were touched cost nothing
+    for unit in _units(rows, min(_UNIT_NBYTES, memory_nbytes // 2)):  # as much again for what is computed of values
         copies: list[Copy] = []
         targets: dict[str, TensorTarget] = {}
-        spans = []
-        used = 0
+        spans, used = [], 0
         sizes = [(stop - start) * column.dtype.itemsize for row, start, stop in unit for column in rows[row]]
-        memory = self._room(sum(map(_aligned, sizes)))
+        if memory.numel() < (nbytes := sum(map(_aligned, sizes))):
+            memory = torch.empty(nbytes, dtype=torch.uint8)
         for row, start, stop in unit:
             values = []
             for number, column in enumerate(rows[row]):
@@ -141,12 +120,30 @@ class SpanReader:
                 targets[buffer] = TensorTarget(values[-1])
                 copies += _copies(column, start, stop, buffer)
             spans.append(Span(row=row, start=start, stop=stop, values=tuple(values)))
-        outcome = self._executor.execute(Plan(copies=coalesce(copies)), targets)
-        self._ledger.add(outcome)
+        outcome = executor.execute(Plan(copies=coalesce(copies)), targets)
+        ledger.add(outcome)
         raise_faults(outcome.faults, subject="reading tensors")
-        if self._progress is not None:
-            self._progress(self._ledger.bytes_read, self._total)
+        if told is not None:
+            told(ledger.bytes_read)
         yield from spans
+
+
+def _units(rows: Sequence[tuple[Column, ...]], unit_nbytes: int) -> Iterator[list[tuple[int, int, int]]]:
+    """Yield lists of row, start and stop, whose elements are read together."""
+    unit: list[tuple[int, int, int]] = []
+    nbytes = 0
+    for row, columns in enumerate(rows):
+        each = sum(column.dtype.itemsize for column in columns)
+        at, numel = 0, columns[0].numel
+        while at < numel:
+            take = min(numel - at, max(1, (unit_nbytes - nbytes) // each))
+            unit.append((row, at, at + take))
+            at, nbytes = at + take, nbytes + take * each
+            if nbytes + each > unit_nbytes:
+                yield unit
+                unit, nbytes = [], 0
+    if unit:
+        yield unit
 
 
 def _aligned(nbytes: int) -> int:

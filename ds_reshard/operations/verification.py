@@ -21,9 +21,9 @@ from ds_reshard.operations.archives import CheckedFile, open_file, read_records
 from ds_reshard.operations.options import Progress, Reading
 from ds_reshard.operations.pickles import scan_files, siblings, untold
 from ds_reshard.operations.proof import repeated, unproved
-from ds_reshard.operations.runner import in_shares
+from ds_reshard.operations.runner import Told, in_shares
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.values import Bad, SpanReader, Values, rows_of
+from ds_reshard.operations.values import Bad, Values, read_spans, rows_of
 from ds_reshard.operations.workspace import MANIFEST, read_manifest
 
 
@@ -122,18 +122,18 @@ def _look(
     rows, device = rows_of(source), offline_device(reading.device)
     sizes = [sum(column.nbytes for column in row.columns) for row in rows]
 
-    def look(mine: list[int], own: Reading, told: Progress | None) -> tuple[Outcome, Bad, list[Fault]]:
-        part, found = Ledger(), Values(rows)
-        reader = SpanReader(part, threads=own.threads, memory_nbytes=own.memory_nbytes, progress=told, total=total)
+    def look(mine: list[int], own: Reading, told: Told) -> tuple[Outcome, Bad, list[Fault]]:
+        part, found, wanted = Ledger(), Values(rows), [rows[row].columns for row in mine]
         try:
-            for span in reader.read([rows[row].columns for row in mine]):
+            for span in read_spans(wanted, part, threads=own.threads, memory_nbytes=own.memory_nbytes, told=told):
                 found.look(replace(span, row=mine[span.row]).on(device))
         except ReshardError as error:
             return part, found.bad, faults_of(error)
         return part, found.bad, []
 
+    tell = (lambda done, _: progress(done, total)) if progress is not None else None
     values, subject = Values(rows), f"verifying {source.folder}"
-    for read, bad, failed in in_shares(look, sizes, reading, progress=progress, subject=subject):
+    for read, bad, failed in in_shares(look, sizes, reading, progress=tell, subject=subject):
         ledger.add(read)
         values.bad |= bad
         faults += failed

@@ -117,7 +117,7 @@ def test_what_a_copy_finds_is_raised_as_it_is(checkpoint: Path, tmp_path: Path) 
 
 
 def test_a_bug_in_a_copy_is_an_error_of_ours() -> None:
-    def fails(tell: object) -> None:
+    def fails(number: int, tell: object) -> None:
         raise ValueError("no such thing")
 
     with pytest.raises(InternalError, match="ValueError: no such thing"):
@@ -125,7 +125,7 @@ def test_a_bug_in_a_copy_is_an_error_of_ours() -> None:
 
 
 def test_a_copy_without_memory_is_no_bug() -> None:
-    def fails(tell: object) -> None:
+    def fails(number: int, tell: object) -> None:
         raise MemoryError("Unable to allocate 2.00 MiB")
 
     with pytest.raises(DeviceFailed, match=r"process \d+: no memory is left on the host: Unable(.|\n)*--processes"):
@@ -133,7 +133,7 @@ def test_a_copy_without_memory_is_no_bug() -> None:
 
 
 def test_a_copy_that_the_system_refuses_something_is_no_bug() -> None:
-    def fails(tell: object) -> None:
+    def fails(number: int, tell: object) -> None:
         os.listdir("/proc/self/no such folder")
 
     with pytest.raises(ReadFailed, match=r"refuses what it needs: No such file.*no such folder(.|\n)*ulimit -a"):
@@ -147,12 +147,12 @@ def test_what_the_application_has_frozen_stays_so() -> None:
     gc.freeze()
     try:
         frozen = gc.get_freeze_count()
-        in_copies(2, lambda tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
+        in_copies(2, lambda _, tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
         assert gc.get_freeze_count() > 0.9 * frozen > 9000
         assert min(told) > 0.9 * frozen
     finally:
         gc.unfreeze()
-    in_copies(2, lambda tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
+    in_copies(2, lambda _, tell: tell(gc.get_freeze_count()), told.append)  # type: ignore[arg-type]
     assert gc.get_freeze_count() == 0 and min(told) > 0.9 * frozen
     if before:
         gc.freeze()
@@ -161,7 +161,7 @@ def test_what_the_application_has_frozen_stays_so() -> None:
 def test_each_part_is_given_out_once() -> None:
     parts, taken = Parts(range(200), copied=True), []
 
-    def takes(tell: object) -> None:
+    def takes(number: int, tell: object) -> None:
         for part in parts.left():
             tell(part)  # type: ignore[operator]
 
@@ -172,7 +172,7 @@ def test_each_part_is_given_out_once() -> None:
 def test_a_copy_that_ends_while_it_tells_is_named() -> None:
     """Killed, as where memory is short, with half of what it had to say in the pipe."""
 
-    def works(tell: object) -> None:
+    def works(number: int, tell: object) -> None:
         threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
         pipe = tell.__self__  # type: ignore[attr-defined]
         os.write(pipe.fileno(), struct.pack("!i", 1 << 20) + bytes(10))
@@ -188,7 +188,7 @@ def test_copies_end_with_the_process_that_made_them(interpreter: str, tells: boo
     code = (
         "import os, time\n"
         "from ds_reshard.operations.runner import in_copies\n"
-        "def works(tell):\n"
+        "def works(number, tell):\n"
         "    tell(os.getpid())\n"
         "    while True:\n"
         "        time.sleep(0.05)\n"

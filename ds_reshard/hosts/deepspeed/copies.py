@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import reduce
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
-from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
@@ -23,7 +22,7 @@ from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Holder, TensorKey
 from ds_reshard.operations.proof import is_zero
-from ds_reshard.operations.values import SpanReader, logical
+from ds_reshard.operations.values import logical, read_spans
 from ds_reshard.planning.plan import Plan, Planner
 
 logger = logging.getLogger("ds_reshard")
@@ -218,9 +217,8 @@ def _difference(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> str:
     left, right = logical(*one), logical(*other)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return f"{right.dtype} {list(right.shape)} beside {left.dtype} {list(left.shape)}"
-    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
     deviation, offset = Deviation(), 0
-    for span in reader.read([(left, right)]):
+    for span in read_spans([(left, right)], memory_nbytes=memory_nbytes):
         deviation.add(offset, *span.values)
         offset += span.values[0].numel()
     return f"{deviation.differing} of {offset} elements differ, by at most {deviation.max_abs:g}"
@@ -233,5 +231,4 @@ def same_values(one: _Tensor, other: _Tensor, *, memory_nbytes: int) -> bool:
     left, right = logical(*one), logical(*other)
     if (left.shape, left.dtype) != (right.shape, right.dtype):
         return False
-    reader = SpanReader(Ledger(), threads=1, memory_nbytes=memory_nbytes, progress=None, total=left.nbytes)
-    return all(same_bits(*span.values) for span in reader.read([(left, right)]))
+    return all(same_bits(*span.values) for span in read_spans([(left, right)], memory_nbytes=memory_nbytes))

@@ -358,7 +358,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
     import torch
 
     from ds_reshard.execution.checksums import Ledger
-    from ds_reshard.operations.values import SpanReader, stored
+    from ds_reshard.operations.values import read_spans, stored
 
     place = chunk.place
     assert place is not None
@@ -374,8 +374,7 @@ def _unlike_values(chunk: Chunk, what: str, value: Tensor) -> Iterator[Fault]:
         storage=held.storage, dtype=held.dtype, element_offset=held.element_offset, shape=(value.numel(),), stride=(1,)
     )
     ledger = Ledger()
-    reader = SpanReader(ledger, threads=1, memory_nbytes=_MEMORY_NBYTES, progress=None, total=0)
-    for span in reader.read([(stored(flat),)]):
+    for span in read_spans([(stored(flat),)], ledger, memory_nbytes=_MEMORY_NBYTES):
         part = live[span.start : span.stop].cpu().contiguous()
         if not torch.equal(span.values[0].view(torch.uint8), part.view(torch.uint8)):
             found = f"others among its elements {span.start} to {span.stop}"

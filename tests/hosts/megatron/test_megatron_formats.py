@@ -26,10 +26,9 @@ import ds_reshard.operations as tools
 from ds_reshard.containers.dcp_directory import read_directory
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError, UnsupportedLayout
 from ds_reshard.execution.buffers import torch_dtype
-from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.operations.values import SpanReader, logical
+from ds_reshard.operations.values import logical, read_spans
 
 WRONG = ("many buckets dp2", "model_space")
 """What Megatron-LM itself saves wrong."""
@@ -41,8 +40,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
     source = open_checkpoint(find_listing(str(path), None))
     keys = [key for key, place in source.layout.placements.items() if place.numel]
     rows = [(logical(source.index, key),) for key in keys]
-    reader = SpanReader(Ledger(), threads=1, memory_nbytes=64 << 20, progress=None, total=0)
-    for span in reader.read(rows):
+    for span in read_spans(rows):
         key = keys[span.row]
         yield key.name, key.kind, span.values[0].clone().view(source.layout[key].shape)
 

@@ -12,9 +12,8 @@ import torch
 from releases import TRAINED
 from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, row, same_state, used
 
-from ds_reshard.execution.checksums import Ledger
 from ds_reshard.operations.source import find_listing, open_checkpoint
-from ds_reshard.operations.values import SpanReader, logical
+from ds_reshard.operations.values import logical, read_spans
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("release", TRAINED)]
 PADDED = " --make-vocab-size-divisible-by 32"  # to 64 rows under one rank and under two
@@ -27,9 +26,7 @@ def _saved(folder: str) -> dict[str, Counter[bytes]]:
     source = open_checkpoint(find_listing(folder, None))
     keys = list(source.layout.placements)
     made = {key: torch.empty(0) for key in keys}
-    for span in SpanReader(Ledger(), threads=1, memory_nbytes=64 << 20, progress=None, total=0).read(
-        [(logical(source.index, key),) for key in keys]
-    ):
+    for span in read_spans([(logical(source.index, key),) for key in keys]):
         key = keys[span.row]
         made[key] = torch.cat([made[key].to(span.values[0].dtype), span.values[0]])
     found: dict[str, Counter[bytes]] = {}
