@@ -87,8 +87,8 @@ def test_the_files_of_experts_ask_for_the_whole_tensors_once(monkeypatch: pytest
         for key in (TensorKey(name, "weight") for name in names)
     }
     saving = target.Saving(content=Content(folder="folder", ranks=1, tensors=tensors, facts=None))
-    writer = target.ModelTarget(saving=saving, stage=2, dp=1, order=[])
-    assert len([writer.separate_tree(entries) for entries in writer.separate_files().values()]) == _MANY
+    writer = target.Column(saving=saving, kind="zero", stage=2, dp=1, groups=[])
+    assert len([writer.separate_tree(entries) for entries in writer.separate_files.values()]) == _MANY
     assert len(made) == 2 * _MANY  # each in the module, and in its file
 
 

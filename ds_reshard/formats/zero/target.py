@@ -16,12 +16,13 @@ from itertools import islice
 from math import isfinite, prod
 from typing import NamedTuple
 
+from ds_reshard.containers.torch_zip_writer import Pickled, pickled
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.content import UNSET, whole_tensors
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer, arrange_buffers, slice_numel, sliced_weight, whole_placement
 from ds_reshard.formats.zero.groups import ep_of
-from ds_reshard.formats.zero.model_states import ModelStates, section
+from ds_reshard.formats.zero.model_states import IdentityCache, ModelStates, section
 from ds_reshard.formats.zero.modules import expert_of, experts_per_rank, layer_files, names_on_ep_rank
 from ds_reshard.formats.zero.shards import ZeroShards
 from ds_reshard.formats.zero.tensor_parallel import (
@@ -299,21 +300,70 @@ def _group_with_numbers(group: GroupFacts) -> GroupFacts:
     return GroupFacts(members=group.members, hyperparameters=values)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerTarget:
-    """The optimizer's files under `kind` ("zero", "bf16" or "zero3") and `stage` at data-parallel size `dp`."""
+@dataclass(frozen=True, kw_only=True)  # not slotted: each file of an expert asks for the whole tensors
+class Column:
+    """The files of one tensor-parallel rank of one stage of a run at data-parallel size `dp`, one for each rank.
+
+    `kind` is the optimizer's wrapper ("zero", "bf16" or "zero3"), `stage` that of ZeRO. `shards` are the shapes of this
+    column's shards of tensors, all others are whole; `small` are the trained parameters of which it has no element.
+    `layers` are its files of layers, and `entries` replace those of a single rank's files.
+    """
 
     saving: Saving
     kind: str
     stage: int
     dp: int
     groups: Sequence[GroupFacts]
-    buffers: tuple[FlatBuffer, ...]
+    buffers: tuple[FlatBuffer, ...] = ()
+    number: int = 0
+    shards: Mapping[str, Shape] = field(default_factory=dict)
+    small: Collection[str] = ()
+    layers: Mapping[str, Mapping[str, TensorKey]] | None = None
+    entries: Mapping[str, object] = field(default_factory=dict)
+    _first_file: IdentityCache[Pickled] = field(default_factory=lambda: IdentityCache(), init=False)
+    _other_files: IdentityCache[Pickled] = field(default_factory=lambda: IdentityCache(), init=False)
+
+    @property
+    def model_files(self) -> int:
+        return self.dp if self.stage == 3 else 1
+
+    def with_shards(self, shards: Mapping[str, Shape], sub_group_numel: int | None) -> tuple[Column, list[Fault]]:
+        """Return the column of a rank with these shards, and faults of flat buffers that would hold different states.
+
+        A shard may be empty. `sub_group_numel` is for stage 3.
+        """
+        saving, trained, faults = self.saving, self.saving.trained, list[Fault]()
+        members = [[name for name in group.members if name in trained] for group in self.groups]
+        small = [name for names in members for name in names if 0 in shards.get(name, ()) and 0 not in trained[name]]
+        order = [{name: shards.get(name, trained[name]) for name in names if name not in small} for names in members]
+        sizes = [ep_of(group) for group in self.groups]
+        first_rank = [dict(islice(shapes.items(), len(shapes) // ep)) for shapes, ep in zip(order, sizes, strict=True)]
+        ranks, sub_group_numel = [self.dp // ep for ep in sizes], sub_group_numel if self.stage == 3 else None
+        buffers = arrange_buffers(first_rank, RULES[self.kind], ranks, sub_group_numel=sub_group_numel)
+        states, facts = saving.content.trained, saving.content.facts
+        for number, buffer in enumerate(buffers):
+            names = order[buffer.group] if sizes[buffer.group] > 1 else buffer.shapes
+            kinds = {name: {kind: tensor.dtype for kind, tensor in states.get(name, {}).items()} for name in names}
+            scalars = {name: facts.scalars.get(name, {}) if facts is not None else {} for name in names}
+            first = next(iter(buffer.shapes))
+            for name in names:
+                if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
+                    what = "has other optimizer states than its param group's first parameter"
+                    what += ", and a flat buffer holds the same states of all"
+                    mend = "--to universal, which keeps states for each parameter"
+                    expected = f"the states and steps of {first}"
+                    faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
+            buffers[number] = replace(buffer, kinds=kinds[first], scalars=scalars[first])
+        return replace(self, buffers=tuple(buffers), shards=shards, small=small), faults
 
     def placements(self) -> Iterator[Placement]:
+        """Yield where the column's tensors lie among the files of all columns."""
         for buffer in self.buffers:
             for ep_rank in range(self.dp // buffer.ranks):
-                yield from self.for_ep_rank(buffer, ep_rank).placements(OPTIM)
+                for placement in self.for_ep_rank(buffer, ep_rank).placements(OPTIM):
+                    yield _shift_shards(placement, self.number * self.dp)
+        for placement in self.weights():
+            yield _shift_shards(placement, self.number * self.model_files)
 
     def for_ep_rank(self, buffer: FlatBuffer, ep_rank: int) -> FlatBuffer:
         """Return a flat buffer of experts as the ranks with expert-parallel rank `ep_rank` have it."""
@@ -331,8 +381,8 @@ class OptimizerTarget:
         """Return the elements of a rank's partition that are not padding at the end."""
         return buffer.used_numel(self.share(buffer, rank))
 
-    def tree(self, rank: int) -> dict[str, object]:
-        """Return the object that torch.save gets for one rank's file."""
+    def optimizer_tree(self, rank: int) -> dict[str, object]:
+        """Return the object that torch.save gets for one rank's optimizer file."""
         entries = self._zero3() if self.kind == "zero3" else self._flat(rank)
         config, version = self.saving.entries.get("ds_config"), self.saving.version
         return {"optimizer_state_dict": entries, "ds_config": config, "ds_version": version}
@@ -415,73 +465,6 @@ class OptimizerTarget:
             "fp32_flat_groups": self._masters(0),
         }
 
-
-def no_scale() -> dict[str, object]:
-    """Return what stage 3 needs if no loss scale was saved (`_rigid_load_state_dict`, zero/stage3.py, 0.19.8)."""
-    scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
-    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
-
-
-def _scalar(buffer: str, value: Scalar) -> object:
-    return new_tensor(buffer, value.shape, value.dtype) if isinstance(value, ScalarTensor) else value
-
-
-def _buffer(name: str, number: int) -> str:
-    return f"scalar/{name}/{number}"
-
-
-def make_buffers(
-    saving: Saving,
-    groups: Sequence[GroupFacts],
-    order: Sequence[Mapping[str, Shape]],
-    kind: str,
-    dp: int,
-    *,
-    sub_group_numel: int | None,
-) -> tuple[list[FlatBuffer], list[Fault]]:
-    """Return the target's flat buffers, and faults of groups that cannot be one; `sub_group_numel` is for stage 3."""
-    faults: list[Fault] = []
-    sizes = [ep_of(group) for group in groups]
-    on_first_rank = [dict(islice(shapes.items(), len(shapes) // ep)) for shapes, ep in zip(order, sizes, strict=True)]
-    buffers = arrange_buffers(on_first_rank, RULES[kind], [dp // ep for ep in sizes], sub_group_numel=sub_group_numel)
-    trained, facts = saving.content.trained, saving.content.facts
-    for number, buffer in enumerate(buffers):
-        names = order[buffer.group] if sizes[buffer.group] > 1 else buffer.shapes
-        kinds = {name: {kind: tensor.dtype for kind, tensor in trained.get(name, {}).items()} for name in names}
-        scalars = {name: facts.scalars.get(name, {}) if facts is not None else {} for name in names}
-        first = next(iter(buffer.shapes))
-        for name in names:
-            if kinds[name] != kinds[first] or canonical(dict(scalars[name])) != canonical(dict(scalars[first])):
-                what = "has other optimizer states than its param group's first parameter"
-                what += ", and a flat buffer holds the same states of all"
-                mend = "--to universal, which keeps states for each parameter"
-                expected = f"the states and steps of {first}"
-                faults.append(UnsupportedLayout.fault(name, what, expected, "others", mend=mend))
-        buffers[number] = replace(buffer, kinds=kinds[first], scalars=scalars[first])
-    return buffers, faults
-
-
-@dataclass(frozen=True, kw_only=True)  # not slotted: each file of an expert asks for the whole tensors
-class ModelTarget:
-    """The model's files at a stage and data-parallel size; `order` lists each flat buffer's parameters.
-
-    For a column of a grid, `shards` are the shapes of its shards of tensors, `small` the trained parameters of which it
-    has no element, `layers` its files of layers, and `entries` replace those of a single rank's files.
-    """
-
-    saving: Saving
-    stage: int
-    dp: int
-    order: Sequence[Mapping[str, Shape]]
-    shards: Mapping[str, Shape] = field(default_factory=dict)
-    small: Collection[str] = ()
-    layers: Mapping[str, Mapping[str, TensorKey]] | None = None
-    entries: Mapping[str, object] = field(default_factory=dict)
-
-    @property
-    def files(self) -> int:
-        return self.dp if self.stage == 3 else 1
-
     @cached_property
     def _tensors(self) -> Mapping[str, TensorRecord]:
         """Return each weight under its first name, in a separate storage."""
@@ -490,7 +473,8 @@ class ModelTarget:
             for name, weight in self.saving.content.weights.items()
         }
 
-    def placements(self) -> Iterator[Placement]:
+    def weights(self) -> Iterator[Placement]:
+        """Yield where weights lie in the model files."""
         if self.stage == 3:
             for name, (shape, dtype) in self._frozen().items():
                 if prod(shape):
@@ -505,12 +489,30 @@ class ModelTarget:
             placement = whole_placement(key.name, WEIGHT, tensor.shape, tensor.dtype, family=MODEL, buffer=_weight(key))
             yield placement._replace(key=key)
 
-    def source_model(self, rank: int) -> ModelStates | None:
-        """Return the source's model file from which a rank's file is rewritten, or None."""
-        return self.saving.source_model(0 if self.entries else rank)
+    def model_file(self, rank: int) -> Pickled:
+        """Return one model file, without the weights that are in other files and the mark of a universal checkpoint.
 
-    def tree(self, rank: int, source: ModelStates | None) -> dict[str, object]:
-        """Return the object that torch.save gets for one file; `source` is the model file that it is rewritten from."""
+        A rank's own saved file may have other buffers and entries; if it has none, the first rank's is rewritten. Ranks
+        with equal saved files get equal new ones, pickled once; only the first lists ties. Thread-safe.
+        """
+        source = self.saving.source_model(0 if self.entries else rank)
+        cache = self._other_files if rank else self._first_file
+        entries = source.entries if source is not None else self.saving.entries
+
+        def make() -> Pickled:
+            tree = self.model_tree(rank, source)
+            if tree.get(INFO) == UNIVERSAL_INFO:
+                del tree[INFO]
+            module = tree["module"]
+            assert isinstance(module, OrderedDict)
+            for name in {key.name for weights in self.separate_files.values() for key in weights.values()}:
+                del module[name]
+            return pickled({**tree, "module": None} if self.layers is not None else tree)
+
+        return cache.get(entries, len(self.saving.content.tensors), make)
+
+    def model_tree(self, rank: int, source: ModelStates | None) -> dict[str, object]:
+        """Return the object that torch.save gets for a model file, which may be made of the model file `source`."""
         frozen = self._frozen()
         shapes = OrderedDict((name, SizeRecord(shape)) for name, (shape, _) in frozen.items())
         fragments: OrderedDict[str, object] = OrderedDict()
@@ -524,7 +526,7 @@ class ModelTarget:
         changed = {
             "module": module,
             "param_shapes": [
-                OrderedDict((name, SizeRecord(shape)) for name, shape in group.items()) for group in self.order
+                OrderedDict((name, SizeRecord(shape)) for name, shape in flat.shapes.items()) for flat in self.buffers
             ],
             "frozen_param_shapes": shapes if keeps_frozen else None,
             "shared_params": dict(self.saving.tied) if rank == 0 else {},
@@ -537,6 +539,7 @@ class ModelTarget:
         entries = {**(source.entries if source is not None else self.saving.entries), **self.entries}
         return {**entries, **({"num_experts": [*map(len, experts.values())]} if experts else {}), **changed}
 
+    @cached_property
     def separate_files(self) -> Mapping[str, Mapping[str, TensorKey]]:
         """Return the files of layers or experts (`_get_expert_ckpt_name`, engine.py), with their weights by entry."""
         layers: dict[str, int] = {}
@@ -583,3 +586,22 @@ class ModelTarget:
 def _weight(key: TensorKey) -> str:
     """Return the buffer of a weight, or of its copy in another file."""
     return f"module/{key.name}" if not key.copy else f"module/{key.name}/{key.copy}"
+
+
+def _shift_shards(placement: Placement, first: int) -> Placement:
+    cut = placement.cut._replace(first=placement.cut.first + first)
+    return placement._replace(cut=cut, replicated=False) if first or placement.replicated else placement
+
+
+def no_scale() -> dict[str, object]:
+    """Return what stage 3 needs if no loss scale was saved (`_rigid_load_state_dict`, zero/stage3.py, 0.19.8)."""
+    scaler = ObjectRecord(callable=_SCALER, by_new=True, state={"cur_scale": 1.0, "dynamic": False}, has_state=True)
+    return {"loss_scaler": scaler, "dynamic_loss_scale": False, "overflow": False}
+
+
+def _scalar(buffer: str, value: Scalar) -> object:
+    return new_tensor(buffer, value.shape, value.dtype) if isinstance(value, ScalarTensor) else value
+
+
+def _buffer(name: str, number: int) -> str:
+    return f"scalar/{name}/{number}"

@@ -15,9 +15,9 @@ from math import prod
 
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL
-from ds_reshard.formats.zero.flat import by_key, one_shard_placement
+from ds_reshard.formats.zero.flat import FlatBuffer, Rule, by_key, one_shard_placement
 from ds_reshard.formats.zero.modules import expert_of
-from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, ModelTarget, Saving
+from ds_reshard.formats.zero.target import INFO, UNIVERSAL_INFO, Column, Saving
 from ds_reshard.formats.zero.tensor_parallel import TensorSplit, pattern_info
 from ds_reshard.model.content import TensorSource
 from ds_reshard.model.facts import Scalar, ScalarTensor
@@ -35,6 +35,7 @@ def universal_target(saving: Saving) -> Target:
     """Return a universal checkpoint's files of the same state. Raises UnsupportedLayout for what they cannot hold."""
     content = saving.content
     order = [{name: saving.trained[name] for name in group.members} for group in saving.groups]
+    buffers = (FlatBuffer(shapes=shapes, rule=Rule.REPLICATED, ranks=1) for shapes in order)
     names = [name for group in order for name in group]
     steps = _steps(saving, names)
     keys = [TensorKey(name=name, kind=kind) for name in names for kind in content.trained.get(name, {})]
@@ -44,8 +45,8 @@ def universal_target(saving: Saving) -> Target:
         for number, members in enumerate(units)
         for key in members
     ]
-    model = ModelTarget(saving=saving, stage=2, dp=saving.dp, order=order)
-    layout = Layout(by_key([*placements, *model.placements()]), {TENSORS: len(units), MODEL: 1})
+    model = Column(saving=saving, kind="zero", stage=2, dp=saving.dp, groups=saving.groups, buffers=tuple(buffers))
+    layout = Layout(by_key([*placements, *model.weights()]), {TENSORS: len(units), MODEL: 1})
     return Target(
         layout=layout,
         sources={key: content.tensors[key].origin for key in layout.placements},
@@ -144,7 +145,7 @@ def _unsupported(where: str, what: str) -> Fault:
 
 
 def _model_unit(
-    saving: Saving, model: ModelTarget, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
+    saving: Saving, model: Column, order: list[dict[str, tuple[int, ...]]], steps: Mapping[str, Scalar]
 ) -> Unit:
     first, split_entry = next(iter(steps.values()), None), _split_entry(saving)
     data = {"step/": first.data} if isinstance(first, ScalarTensor) else {}
@@ -155,8 +156,8 @@ def _model_unit(
     return Unit(family=MODEL, shard=0, files=(full, bare, states))
 
 
-def _model(model: ModelTarget, split_entry: Mapping[str, object]) -> dict[str, object]:
-    return {INFO: UNIVERSAL_INFO, **model.tree(0, model.source_model(0)), **split_entry}
+def _model(model: Column, split_entry: Mapping[str, object]) -> dict[str, object]:
+    return {INFO: UNIVERSAL_INFO, **model.model_tree(0, model.saving.source_model(0)), **split_entry}
 
 
 def _split_entry(saving: Saving) -> dict[str, object]:
@@ -173,7 +174,7 @@ def _split_entry(saving: Saving) -> dict[str, object]:
     return {INFO: info} if splits else {}
 
 
-def _bare_model(model: ModelTarget, split_entry: Mapping[str, object]) -> object:
+def _bare_model(model: Column, split_entry: Mapping[str, object]) -> object:
     """Return the model file's entries without weights, which no loader reads from the second file."""
     return {**_model(model, split_entry), "module": {}, "frozen_param_shapes": None, "frozen_param_fragments": None}
 
