@@ -177,3 +177,11 @@ def test_a_damaged_byte_of_a_further_copy_is_seen(worlds: Any, placed: Any) -> N
     path.write_bytes(data)
     told = worlds[2].run("grid_jobs.refused", grid=autoep(1, 2), folder=str(folder))
     assert {name for name, _, _ in told} == {"CheckpointDamaged"}, told[0][1]
+
+
+def test_inspect_names_a_missing_shard_of_experts(folders: Folders, tmp_path: Path) -> None:
+    """At stage 3 no file of an expert says that there are experts: the model file alone does."""
+    shutil.copytree(folders(autoep(2, 2, 3)), tmp_path / "saved")
+    _optim(tmp_path / "saved" / "t", 1).unlink()
+    (fault,) = inspect(str(tmp_path / "saved")).faults
+    assert (fault.error, fault.what) == ("CheckpointDamaged", "optim_states files of data-parallel ranks 1 are missing")

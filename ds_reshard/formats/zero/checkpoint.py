@@ -104,12 +104,12 @@ class GridColumn:
 class AnyCheckpoint:
     """What a load of DeepSpeed needs of a checkpoint, DeepSpeed's own or another format's; small and picklable.
 
-    `optim` is None if the optimizer was not asked for, at stage 0, and if `universal` has its states. With pipeline
-    parallelism `model` and `optim` merge all `stages`; `later_stage_weights` are weights that only a later stage's file
-    holds, or at ZeRO stage 0 may. With tensor parallelism `model` may merge the model files of all ranks, `tp_models`,
-    into whole tensors; `splits` then says how each was split. With `masters_in_module` (fp32 training at stage 0) the
-    weights are the masters: both keys name the same bytes, which are read once. `unreshardable` are faults of stage-0
-    states that are not shaped like a parameter.
+    `optim` is None if the optimizer was not asked for, and at stage 0. With pipeline parallelism `model` and `optim`
+    merge all `stages`; `later_stage_weights` are weights that only a later stage's file holds, or at ZeRO stage 0 may.
+    With tensor parallelism `model` may merge the model files of all ranks, `tp_models`, into whole tensors; `splits`
+    then says how each was split. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both
+    keys name the same bytes, which are read once. `unreshardable` are faults of stage-0 states that are not shaped like
+    a parameter.
     """
 
     listing: Listing
@@ -118,7 +118,6 @@ class AnyCheckpoint:
     facts: OptimizerFacts | None
     optim: OptimStates | None = None
     masters_in_module: bool = False
-    universal: UniversalStates | None = None
     grid: Grid = ONE_RANK
     stages: tuple[ModelStates, ...] = ()
     later_stage_weights: frozenset[str] = frozenset()
@@ -132,8 +131,6 @@ class AnyCheckpoint:
 
         At stage 0 that is what FP16_Optimizer says in the model file (`state_dict`, runtime/fp16, 0.19.8).
         """
-        if self.universal is not None:
-            return self.universal.common.entries
         if self.stage == 0:
             return section(self.model.entries, "optimizer")
         return self.optim.entries if self.optim is not None else {}
@@ -141,16 +138,17 @@ class AnyCheckpoint:
     @property
     def optimizer_path(self) -> str:
         """Return the file of the param groups, at stage 0 the model file."""
-        if self.universal is not None:
-            return self.universal.common.path
         return self.optim.path if self.optim is not None else self.model.path
 
     @property
     def groups(self) -> tuple[Mapping[str, object], ...]:
         """Return the saved param groups, without their members; empty if they were not read or not saved."""
-        if self.universal is not None:
-            return self.universal.common.groups
         return (self.optim.groups or ()) if self.optim is not None else ()
+
+    @property
+    def universal(self) -> UniversalStates | None:
+        """Return the header of a universal checkpoint's states, if it was read."""
+        return self.optim if isinstance(self.optim, UniversalStates) else None
 
     @property
     def dp(self) -> int:
@@ -173,15 +171,14 @@ class AnyCheckpoint:
             return 3
         if self.model.param_shapes is None:
             return 0
-        if self.universal is not None:
-            return self.universal.common.stage
         return self.optim.stage if self.optim else 1
 
     @property
     def displayed_stage(self) -> int:
         """Return the stage for messages: if no optimizer file was opened, the saved JSON tells stage 2 from stage 1."""
         stage = section(self.model.config, "zero_optimization").get("stage")
-        return stage if self.optim is None and self.stage == 1 and isinstance(stage, int) and stage == 2 else self.stage
+        unread = self.optim is None or self.universal is not None
+        return stage if unread and self.stage == 1 and isinstance(stage, int) and stage == 2 else self.stage
 
     @property
     def kind(self) -> str:

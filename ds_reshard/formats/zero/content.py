@@ -316,10 +316,10 @@ def _order_faults(checkpoint: ZeroCheckpoint) -> Iterator[Fault]:
 def _lost_state_faults(universal: UniversalStates) -> Iterator[Fault]:
     """Yield faults for states that ds_to_universal may have dropped: it copies Adam's, without warning about others."""
     yield from universal.missing_states
-    for number, group in enumerate(universal.common.groups if universal.common.states is None else ()):
+    for number, group in enumerate(universal.groups if universal.states is None else ()):
         if "betas" not in group or group.get("amsgrad") is True or "momentum_decay" in group:
             yield UnsupportedLayout.fault(
-                f"{universal.common.path}: param group {number}",
+                f"{universal.path}: param group {number}",
                 "was not saved by Adam or AdamW: ds_to_universal silently drops some states of other optimizers",
                 mend="convert the ZeRO checkpoint that it was made from",
             )

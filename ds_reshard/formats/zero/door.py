@@ -70,7 +70,9 @@ class OpenedZero(Checkpoint):
         names = (*self.shard_names, *(zero.universal.nbytes if zero.universal is not None else ()))
         self.files = {name: opened_listing.nbytes[name] for name in names}
         self.scaling = (
-            {key: value for key, value in zero.optim.entries.items() if key in _SCALING} if zero.optim else {}
+            {key: value for key, value in zero.optim.entries.items() if key in _SCALING}
+            if zero.optim and zero.universal is None
+            else {}
         )
         if zero.facts is None:
             self.optimizer = "names none (ZeRO stage 0): not compared"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from ds_reshard.containers.plain import Scalars, group_entries, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, collected, damaged
@@ -14,37 +15,43 @@ from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
 from ds_reshard.formats.zero.reader import missing_file_faults, read_checkpoint, read_grid
 from ds_reshard.formats.zero.shards import ZeroShards, compare_checksums, compare_heads, compare_signatures
-from ds_reshard.formats.zero.stage0 import masters, param_groups, states, torch_optimizer
-from ds_reshard.formats.zero.universal import CommonState, UniversalStates, list_states, read_state, state_file
-from ds_reshard.model.index import Index
-from ds_reshard.model.records import TensorRecord
-from ds_reshard.model.reports import (
-    Arrangement,
-    FileEntry,
-    GroupEntry,
-    Inspection,
-    ParameterEntry,
-    StateEntry,
-    Steps,
-    states_of,
-)
+from ds_reshard.formats.zero.stage0 import masters, param_groups, torch_optimizer
+from ds_reshard.formats.zero.stage0 import states as stage0_states
+from ds_reshard.formats.zero.universal import UniversalStates, list_states, read_state, state_file
+from ds_reshard.model.content import WEIGHT
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.records import ElementType, TensorRecord
+from ds_reshard.model.reports import Arrangement, FileEntry, Inspection, ParameterEntry, Steps, states_of
 from ds_reshard.model.rules import active_rules
+
+
+class _Optimizer(NamedTuple):
+    """What files of any kind tell of an optimizer: its param groups and the types of its states.
+
+    `scalars` has the states that are single values, by parameter or flat buffer. A group comes with its members:
+    numbers, if no file names them or the files contradict each other; then `named` is False.
+    """
+
+    groups: Sequence[tuple[Sequence[str], Mapping[str, object] | None]]
+    states: Sequence[tuple[str, ElementType]]
+    scalars: Sequence[Mapping[str, object]]
+    named: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """The first model file and the first optimizer file that could be read, and all faults, sorted.
 
-    `scalars` holds learning rates and steps of these two files that were saved as tensors. `universal` is what a
-    readable universal checkpoint has instead of optimizer files. `splits` says how ranks split each parameter.
+    `scalars` holds learning rates and steps of these two files that were saved as tensors. `splits` says how ranks
+    split each parameter.
     """
 
     listing: Listing
     model: ModelStates | None
     optim: OptimStates | None
+    optimizer: _Optimizer
     scalars: Scalars
     faults: tuple[Fault, ...]
-    universal: UniversalStates | None = None
     splits: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -58,7 +65,7 @@ class Survey:
             return None
         experts = self.listing.experts or autoep_sizes(self.model.entries)
         if experts and self.optim is not None:
-            grid = grid._replace(ep=max(grid.dp // count for count in self.optim.counts))
+            grid = grid._replace(ep=max((grid.dp // count for count in self.optim.counts), default=1))
         return grid if grid.tp * grid.pp > 1 or self.listing.layers or experts else None
 
     @property
@@ -83,35 +90,41 @@ def survey(listing: Listing) -> Survey:
         with collected(faults):
             checkpoint = read_checkpoint(listing, tp, faults, optimizer=True)
     heads = _read_heads(listing, faults) if faults else {}
-    if faults and not is_refused:
-        faults += compare_heads(*_by_kind(heads.values()), listing.folder, states=True)
-        if not (listing.layers or listing.experts):
-            with collected(faults):
-                checkpoint = read_checkpoint(listing, tp, faults, optimizer=True, readable=heads.keys())
     models, optims = _by_kind(
         heads.get(name) for files in (listing.model, listing.optim) for _, name in sorted(files.items())
     )
+    if faults and not is_refused:
+        faults += compare_heads(*_by_kind(heads.values()), listing.folder, states=True)
+        if not (listing.layers or listing.experts or any(autoep_sizes(model.entries) for model in models)):
+            with collected(faults):
+                checkpoint = read_checkpoint(listing, tp, faults, optimizer=True, readable=heads.keys())
     model, optim = (checkpoint.model, checkpoint.optim) if checkpoint is not None else (None, None)
     model, optim = model or next(iter(models), None), optim or next(iter(optims), None)
-    universal_scalars: Scalars = {}
+    universal = checkpoint.universal if checkpoint is not None else None
     if checkpoint is not None:
-        _open_shards(checkpoint, heads, faults)
-        universal_scalars = _open_tensors(checkpoint, faults)
-        listing = checkpoint.listing if checkpoint.universal is not None else listing
+        _open_shards(
+            checkpoint, {*heads, *(universal.nbytes if universal is not None else ())} if heads else (), faults
+        )
+    if universal is not None and checkpoint is not None:
+        faults += universal.missing_states
+        listing = checkpoint.listing
     if model is None and optim is not None and not is_refused:
         faults += missing_file_faults(listing, optim.partition_count, optimizer=not listing.universal)
-    universal = checkpoint.universal if checkpoint is not None else None
     if listing.universal and model is not None and universal is None and not is_refused:
         _read_tensors(listing, model, faults)
-    head_scalars = {**_scalars(model, _stage0_values(model), faults), **_scalars(optim, _group_values(optim), faults)}
+    optimizer, first, scalars = _optimizer(checkpoint, model, optim), optim or model, dict[TensorRecord, ScalarTensor]()
+    values = [*(value for _, of_group in optimizer.groups for value in (of_group or {}).values())]
+    with collected(faults):
+        tensors = single_elements([*values, *(of.get("step") for of in optimizer.scalars)])
+        scalars = read_scalars(first.path, tensors) if first is not None else {}
     once = {(fault.where, fault.what, fault.found): fault for fault in reversed(faults)}
     return Survey(
         listing=listing,
         model=model,
         optim=optim,
-        scalars={**universal_scalars, **head_scalars},
+        optimizer=optimizer,
+        scalars=scalars,
         faults=tuple(once[at] for at in sorted(once)),
-        universal=universal,
         splits=_split_texts(checkpoint) if checkpoint is not None else {},
     )
 
@@ -167,12 +180,18 @@ def _by_kind(heads: Iterable[ModelStates | OptimStates | None]) -> tuple[list[Mo
 
 
 def _open_shards(checkpoint: ZeroCheckpoint, readable: Collection[str], faults: list[Fault]) -> None:
-    """Open every shard of the checkpoint, or only `readable` ones, if any; compare what they say and hold."""
+    """Open every shard of the checkpoint, or only `readable` ones, if any; compare what they say and hold.
+
+    Each tensor of a universal checkpoint is a shard.
+    """
     shards, folder = ZeroShards(checkpoint=checkpoint), checkpoint.listing.folder
     model_files = checkpoint.listing.model.items()
     families = {MODEL: {rank: name for rank, name in model_files if rank < checkpoint.dp or checkpoint.tp_models}}
     for column in checkpoint.columns:
         families.setdefault(column.family, {}).update(enumerate(column.files, column.begin))
+    if checkpoint.universal is not None:
+        placements = (one for one in checkpoint.layout.placements.values() if one.numel and one.family != MODEL)
+        families |= {placement.family: {0: placement.family} for placement in placements}
     for family, files in families.items():
         for rank in sorted(files):
             with collected(faults):
@@ -180,20 +199,6 @@ def _open_shards(checkpoint: ZeroCheckpoint, readable: Collection[str], faults: 
                     shards.buffers(family, rank)
     faults += compare_signatures(shards.signatures, folder)
     faults += compare_checksums(shards.checksums, folder)
-
-
-def _open_tensors(checkpoint: ZeroCheckpoint, faults: list[Fault]) -> Scalars:
-    """Open every tensor of a universal checkpoint, add its missing states to `faults`, and return its scalars."""
-    universal = checkpoint.universal
-    if universal is None:
-        return {}
-    index = Index(checkpoint.layout, ZeroShards(checkpoint=checkpoint))
-    for placement in universal.placements:
-        if placement.numel:
-            index.open(placement.family, 0)
-    faults += [*index.faults, *universal.missing_states]
-    values = (value for group in universal.common.groups for value in group.values())
-    return _scalars(universal.common, values, faults)
 
 
 def _read_tensors(listing: Listing, model: ModelStates, faults: list[Fault]) -> None:
@@ -205,28 +210,35 @@ def _read_tensors(listing: Listing, model: ModelStates, faults: list[Fault]) -> 
             read_state(listing.path(path), kind)
 
 
-def _scalars(
-    file: ModelStates | OptimStates | CommonState | None, values: Iterable[object], faults: list[Fault]
-) -> Scalars:
-    """Return the one-element tensors among `values`, which lie in `file`."""
-    if file is not None:
-        with collected(faults):
-            return read_scalars(file.path, single_elements(values))
-    return {}
-
-
-def _group_values(optim: OptimStates | None) -> Iterator[object]:
-    """Yield the hyper-parameters of an optimizer file, which may be one-element tensors."""
-    for group in (optim.groups or ()) if optim is not None else ():
-        yield from group.values()
-
-
-def _stage0_values(model: ModelStates | None) -> Iterator[object]:
+def _optimizer(checkpoint: ZeroCheckpoint | None, model: ModelStates | None, optim: OptimStates | None) -> _Optimizer:
+    if checkpoint is not None and checkpoint.universal is not None and checkpoint.facts is not None:
+        groups, scalars = checkpoint.facts.groups, list(checkpoint.facts.scalars.values())
+        tensors = [(key.kind, placement.dtype) for key, placement in checkpoint.layout.placements.items()]
+        states = [(kind, dtype) for kind, dtype in tensors if kind != WEIGHT]
+        return _Optimizer([(group.members, group.hyperparameters) for group in groups], states, scalars)
+    if optim is not None:
+        shapes = model.param_shapes if model is not None else None
+        named = shapes is not None and len(shapes) == len(optim.partitions)
+        names = (
+            [[*of] for of in shapes] if shapes is not None and named else [[str(n)] for n in range(len(optim.counts))]
+        )
+        members = ([name for number in of for name in names[number]] for of in optim.members)
+        groups_of_file = list(zip(members, optim.groups or [None] * len(optim.members), strict=True))
+        items = ((("fp32", p.fp32), *p.states.items(), *p.full_states.items()) for p in optim.partitions)
+        states = [(kind, tensor.dtype) for of_partition in items for kind, tensor in of_partition]
+        return _Optimizer(groups_of_file, states, [p.scalars for p in optim.partitions], named)
     saved = torch_optimizer(model)
-    for group in param_groups(saved):
-        yield from group.values()
-    for state in states(saved):
-        yield state.get("step")
+    values = [(str(kind), value) for state in stage0_states(saved) for kind, value in state.items()]
+    states = [(kind, value.dtype) for kind, value in values if isinstance(value, TensorRecord) and kind != "step"]
+    numbered = [
+        {str(kind): value for kind, value in state.items() if kind == "step" or not isinstance(value, TensorRecord)}
+        for state in stage0_states(saved)
+    ]
+    numbers = [group.get("params") for group in param_groups(saved)]
+    lists = [[*map(str, of)] if isinstance(of, list) else [] for of in numbers]
+    hyper = [{name: value for name, value in group.items() if name != "params"} for group in param_groups(saved)]
+    tensors = [*(("fp32", tensor.dtype) for tensor in masters(model)), *states]
+    return _Optimizer(list(zip(lists, hyper, strict=True)), tensors, numbered, named=False)
 
 
 def describe_survey(result: Survey, *, tag: str) -> Inspection:
@@ -234,7 +246,11 @@ def describe_survey(result: Survey, *, tag: str) -> Inspection:
     model, optim, grid = result.model, result.optim, result.grid
     saved_config = model.config if model is not None else optim.config if optim is not None else None
     config = saved_config if isinstance(saved_config, dict) else {}
-    stage0, optimizer_name = torch_optimizer(model), section(config, "optimizer").get("type")
+    optimizer, optimizer_name = result.optimizer, section(config, "optimizer").get("type")
+    members = [
+        (name, number) for number, (names, _) in enumerate(optimizer.groups) for name in names if optimizer.named
+    ]
+    group_of = dict(reversed(members))  # if several stages have a parameter, the first stage's group counts
     return Inspection(
         format="DeepSpeed universal" if result.listing.universal else "DeepSpeed ZeRO",
         folder=result.listing.folder,
@@ -244,11 +260,11 @@ def describe_survey(result: Survey, *, tag: str) -> Inspection:
         wrapper=_wrapper(result),
         dp=result.dp,
         optimizer=optimizer_name if isinstance(optimizer_name, str) else None,  # unless the script passed one
-        states=_states_of(result, stage0),
-        groups=_groups_of(result, stage0),
-        steps=_steps(result, stage0),
+        states=states_of(optimizer.states, optimizer.scalars),
+        groups=group_entries(optimizer.groups, model.trainable if model and optimizer.named else {}, result.scalars),
+        steps=_steps(result),
         arrangement=_arrangement(result, config),
-        parameters=tuple(_parameters(model, _group_by_parameter(result), result.splits)) if model is not None else (),
+        parameters=tuple(_parameters(model, group_of, result.splits)) if model is not None else (),
         files=tuple(_files(result.listing, result.dp)),
         faults=result.faults,
         tp=grid and grid.tp,
@@ -258,101 +274,38 @@ def describe_survey(result: Survey, *, tag: str) -> Inspection:
 
 
 def _stage(result: Survey, config: Mapping[str, object]) -> int | None:
+    stage, model = section(config, "zero_optimization").get("stage"), result.model
     if result.optim is not None:
-        return result.optim.stage
-    stage = section(config, "zero_optimization").get("stage")
-    if result.universal is not None:
-        common = result.universal.common
-        return stage if common.by_ds_reshard and isinstance(stage, int) else common.stage
-    if result.listing.partitioned_model:
-        return 3
-    if result.model is None:
-        return None
-    if result.model.param_shapes is None:
-        return 0
+        by_config = isinstance(result.optim, UniversalStates) and result.optim.by_ds_reshard and isinstance(stage, int)
+        return stage if by_config and isinstance(stage, int) else result.optim.stage
+    if result.listing.partitioned_model or model is None or model.param_shapes is None:
+        return 3 if result.listing.partitioned_model else None if model is None else 0
     return stage if isinstance(stage, int) and stage in (1, 2) else None
 
 
 def _wrapper(result: Survey) -> str | None:
     """Return the optimizer's wrapper; None if no file tells."""
-    if result.listing.universal:
-        return "universal"
-    if result.optim is not None:
-        return result.optim.kind
+    if result.listing.universal or result.optim is not None:
+        return "universal" if result.optim is None else result.optim.kind
     if result.listing.partitioned_model:
         return "zero3"
     return "none" if result.model is not None and result.model.param_shapes is None else None
 
 
-def _states_of(result: Survey, stage0: Mapping[str, object]) -> tuple[StateEntry, ...]:
-    if result.universal is not None:
-        kinds = ((placement.key.kind, placement.dtype) for placement in result.universal.placements)
-        return states_of(kinds, result.universal.facts.scalars.values())
-    if result.optim is not None:
-        items = ((("fp32", p.fp32), *p.states.items(), *p.full_states.items()) for p in result.optim.partitions)
-        tensors = ((kind, tensor.dtype) for of_partition in items for kind, tensor in of_partition)
-        return states_of(tensors, (p.scalars for p in result.optim.partitions))
-    numbered = [(str(kind), value) for state in states(stage0) for kind, value in state.items()]
-    types = [(kind, value.dtype) for kind, value in numbered if isinstance(value, TensorRecord) and kind != "step"]
-    scalars = ({kind: value} for kind, value in numbered if not isinstance(value, TensorRecord) or kind == "step")
-    return states_of([*(("fp32", tensor.dtype) for tensor in masters(result.model)), *types], scalars)
-
-
-def _groups_of(result: Survey, stage0: Mapping[str, object]) -> tuple[GroupEntry, ...]:
-    """Return the param groups; members are numbers if no file names them, or if the files contradict each other."""
-    shapes, optim = result.model.trainable if result.model is not None else {}, result.optim
-    groups: list[tuple[Sequence[str], Mapping[str, object] | None]]
-    if result.universal is not None:
-        groups = [(group.members, group.hyperparameters) for group in result.universal.facts.groups]
-    elif optim is not None:
-        buffers = _matching_shapes(result.model, optim)
-        shapes = shapes if buffers else {}
-        hyper = optim.groups or [None] * len(optim.members)
-        names = ([name for i in of for name in buffers[i]] if buffers else [*map(str, of)] for of in optim.members)
-        groups = list(zip(names, hyper, strict=True))
-    else:
-        groups = []
-        for group in param_groups(stage0):
-            numbers = group.get("params")
-            values = {name: value for name, value in group.items() if name != "params"}
-            groups.append(([*map(str, numbers)] if isinstance(numbers, list) else [], values))
-    return group_entries(groups, shapes, result.scalars)
-
-
-def _matching_shapes(model: ModelStates | None, optim: OptimStates) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Return the members of each flat buffer; empty if the files contradict each other, which a fault says."""
-    shapes = model.param_shapes if model is not None else None
-    return shapes if shapes is not None and len(shapes) == len(optim.partitions) else ()
-
-
-def _steps(result: Survey, stage0: Mapping[str, object]) -> Steps:
-    entries = result.model.entries if result.model is not None else {}
+def _steps(result: Survey) -> Steps:
+    """Return the counters, and the steps of states, param groups (DeepSpeed's fused optimizers) and elastic files."""
+    entries, optimizer = result.model.entries if result.model is not None else {}, result.optimizer
+    values = [of.get("step") for of in (*optimizer.scalars, *(group or {} for _, group in optimizer.groups))]
+    values += [result.optim.entries.get("base_optimizer_state_step")] if result.optim is not None else []
+    numbers = [plain(value, result.scalars) for value in values]
+    numbers = [int(number) if isinstance(number, float) and number.is_integer() else number for number in numbers]
+    steps = (number for number in numbers if isinstance(number, int | float) and not isinstance(number, bool))
     return Steps(
         global_steps=_count(entries.get("global_steps")),
         global_samples=_count(entries.get("global_samples")),
         skipped_steps=_count(entries.get("skipped_steps")),
-        optimizer_steps=tuple(dict.fromkeys(_optimizer_steps(result, stage0))),
+        optimizer_steps=tuple(dict.fromkeys(steps)),
     )
-
-
-def _optimizer_steps(result: Survey, stage0: Mapping[str, object]) -> Iterator[object]:
-    """Yield the steps in states, in param groups (DeepSpeed's fused optimizers) and in elastic checkpoints."""
-    optim = result.optim
-    values: list[object] = [state.get("step") for state in states(stage0)]
-    values += [group.get("step") for group in param_groups(stage0)]
-    if optim is not None:
-        values += [partition.scalars.get("step") for partition in optim.partitions]
-        values += [group.get("step") for group in optim.groups or ()]
-        values.append(optim.entries.get("base_optimizer_state_step"))
-    if result.universal is not None:
-        values += [scalars.get("step") for scalars in result.universal.facts.scalars.values()]
-        values += [group.get("step") for group in result.universal.common.groups]
-    for value in values:
-        number = plain(value, result.scalars)
-        if isinstance(number, float) and number.is_integer():
-            number = int(number)
-        if isinstance(number, int | float) and not isinstance(number, bool):
-            yield number
 
 
 def _count(value: object) -> int | None:
@@ -361,7 +314,7 @@ def _count(value: object) -> int | None:
 
 def _arrangement(result: Survey, config: Mapping[str, object]) -> Arrangement:
     zero = section(config, "zero_optimization")
-    optim = result.optim
+    optim = result.optim if not result.listing.universal else None
     device = section(zero, "offload_optimizer").get("device")
     gaps = [p.alignment is not None and any(p.alignment) for p in optim.partitions] if optim is not None else []
     round_robin = zero.get("round_robin_gradients", False) if config else None
@@ -405,18 +358,6 @@ def _parameters(model: ModelStates, group_of: Mapping[str, int], splits: Mapping
             tied_to=tied,
             division=splits.get(owner),
         )
-
-
-def _group_by_parameter(result: Survey) -> dict[str, int]:
-    """Return the number of the param group of each trained parameter."""
-    if result.universal is not None:
-        return {name: g for g, group in enumerate(result.universal.facts.groups) for name in group.members}
-    optim = result.optim
-    shapes = _matching_shapes(result.model, optim) if optim is not None else ()
-    if optim is None or not shapes:
-        return {}
-    pairs = [(name, g) for g, buffers in enumerate(optim.members) for i in buffers for name in shapes[i]]
-    return dict(reversed(pairs))  # if several stages have a parameter, the first stage's group counts
 
 
 def _files(listing: Listing, dp: int | None) -> Iterator[FileEntry]:

@@ -60,23 +60,23 @@ class Partition:
 class OptimStates:
     """The header of one optimizer file.
 
-    `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer) or "zero3"; `groups` the hyper-parameters per param group
-    (None when elastic); `members` the partitions of each param group. `counts` are the numbers of ranks that share each
-    flat buffer: fewer than `partition_count` if its parameters are experts.
+    `kind` is "zero" (stages 1 and 2), "bf16" (BF16_Optimizer), "zero3" or "universal"; `groups` the hyper-parameters
+    per param group (None when elastic); `members` the partitions of each param group. `counts` are the numbers of ranks
+    that share each flat buffer: fewer than `partition_count` if its parameters are experts.
     """
 
     path: str
     kind: str
     stage: int
-    elastic: bool
-    partition_count: int
-    counts: tuple[int, ...]
-    partitions: tuple[Partition, ...]
+    elastic: bool = False
+    partition_count: int = 1
+    counts: tuple[int, ...] = ()
+    partitions: tuple[Partition, ...] = ()
     groups: tuple[Mapping[str, object], ...] | None
     members: tuple[tuple[int, ...], ...]
     entries: Mapping[str, object]
     version: str
-    config: object
+    config: object = None
 
     def signature(self) -> dict[str, str]:
         """Return the values that every shard of one checkpoint has in common, as text."""
@@ -176,7 +176,6 @@ def sub_groups(
         path=path,
         kind="zero3",
         stage=3,
-        elastic=False,
         partition_count=count,
         counts=_sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32)),
         partitions=tuple(_with_optimizer_values(partitions, entries.get("optimizer_state_dict"))),

@@ -139,15 +139,14 @@ def read_checkpoint(
 def _with_universal_states(checkpoint: ZeroCheckpoint) -> ZeroCheckpoint:
     """Add the masters and states of a universal checkpoint's files, which are whole at any parallel size."""
     listing, layout = checkpoint.listing, checkpoint.layout
-    universal = read_universal(listing, checkpoint.model, checkpoint.stages)
-    shards_of_files = {placement.family: 1 for placement in universal.placements}
-    placements = [*layout.placements.values(), *universal.placements]
+    states, facts, placements = read_universal(listing, checkpoint.model, checkpoint.stages)
+    shards = {**layout.shards, **{placement.family: 1 for placement in placements}}
     return replace(
         checkpoint,
-        listing=replace(listing, nbytes={**listing.nbytes, **universal.nbytes}),
-        layout=_layout(listing, placements, {**layout.shards, **shards_of_files}),
-        facts=universal.facts,
-        universal=universal,
+        listing=replace(listing, nbytes={**listing.nbytes, **states.nbytes}),
+        layout=_layout(listing, [*layout.placements.values(), *placements], shards),
+        facts=facts,
+        optim=states,
     )
 
 

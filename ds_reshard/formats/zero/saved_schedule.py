@@ -55,7 +55,7 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
 
 
 def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
-    if checkpoint.optim is not None or checkpoint.universal is not None:
+    if checkpoint.optim is not None:
         return checkpoint.groups
     return param_groups(torch_optimizer(checkpoint.model))
 

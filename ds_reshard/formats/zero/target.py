@@ -210,7 +210,7 @@ class Saving:
     @property
     def prefix(self) -> str:
         """Return the prefix of DeepSpeed's optimizer files, for bf16 runs (`_get_zero_ckpt_prefix`, engine.py)."""
-        if self.source is not None and self.source.optim is not None:
+        if self.source is not None and self.source.columns:
             return self.source.listing.optim_prefix
         return "bf16_" if self.wraps_bf16 else ""
 

@@ -29,35 +29,34 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.flat import whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import Partition, keys_of, read_stage, sub_groups, torch_state
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, keys_of, read_stage, sub_groups, torch_state
 from ds_reshard.model.content import SCHEDULER
-from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.model.layout import Placement
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CommonState:
-    """The entries of `optimizer_state.pt`; `buffers[g]` are the flat buffers (entries of `param_shapes`) of group g.
+class UniversalStates(OptimStates):
+    """The header of `optimizer_state.pt`, which has no partitions, and what is known of the files beside it.
 
-    `states` are the names of the states that the optimizer kept of each flat buffer, None if the file does not say;
-    `scalars` are those with a single value in this file. `by_ds_reshard` is set if `ds-reshard convert` wrote the file:
-    then no state is left out, and each param group names its members.
+    `members` are the flat buffers (entries of `param_shapes`) of each param group. `states` are the names of the states
+    that the optimizer kept of each flat buffer, None if the file does not say; `scalars` are those with a single value
+    in this file. `by_ds_reshard` is set if `ds-reshard convert` wrote the file: then no state is left out, and each
+    param group names its members. `nbytes` are the sizes of the files below `zero`. `missing_states` are faults of
+    states that are known to be missing, for a load that needs moments.
     """
 
-    path: str
-    nbytes: int
-    stage: int
-    entries: Mapping[str, object]
     groups: tuple[Mapping[str, object], ...]
-    buffers: tuple[tuple[int, ...], ...]
     states: Sequence[frozenset[str]] | None
     scalars: Sequence[Mapping[str, Scalar]]
     by_ds_reshard: bool
+    nbytes: Mapping[str, int]
+    missing_states: tuple[Fault, ...] = ()
 
 
-def read_common(path: str, model: ModelStates) -> CommonState:
+def read_common(path: str, model: ModelStates) -> UniversalStates:
     """Read the file: directory, pickle and scalar states. Raises CheckpointDamaged if it belongs to another model."""
     count = len(model.param_shapes or ())
     with open_archive(path) as archive:
@@ -66,9 +65,9 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         if not isinstance(entries, dict) or not isinstance(entries.get("param_groups"), list):
             raise fail(path, "is not a universal checkpoint's common state", "'param_groups'", keys_of(entries))
         by_ds_reshard, numbered = _with_buffer_numbers(path, entries["param_groups"], model)
-        _, groups, buffers = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
-        if sorted(i for of_group in buffers for i in of_group) != list(range(count)):
-            raise fail(path, "param groups and the model file's param_shapes differ", f"{count}", str(buffers))
+        _, groups, members = torch_state(path, "param_groups", {"state": {}, "param_groups": numbered})
+        if sorted(i for of_group in members for i in of_group) != list(range(count)):
+            raise fail(path, "param groups and the model file's param_shapes differ", f"{count}", str(members))
         partitions = _embedded_partitions(path, archive, entries, count)
         nbytes = archive.nbytes
     states: Sequence[frozenset[str]] | None = None
@@ -76,16 +75,18 @@ def read_common(path: str, model: ModelStates) -> CommonState:
         states = [frozenset({*p.states, *p.scalars, *p.unreshardable}) for p in partitions]
     elif by_ds_reshard:
         states = [frozenset[str]()] * count
-    return CommonState(
+    return UniversalStates(
         path=path,
-        nbytes=nbytes,
+        kind="universal",
         stage=read_stage(path, entries["zero_stage"]) if "zero_stage" in entries else 1,
         entries=entries,
         groups=groups,
-        buffers=buffers,
+        members=members,
+        version=text_of(entries.get("ds_version", "unknown")),
         states=states,
         scalars=[_scalars_on_all_ranks(p) for p in partitions] if partitions is not None else [{}] * count,
         by_ds_reshard=by_ds_reshard,
+        nbytes={OPTIMIZER_STATE: nbytes},
     )
 
 
@@ -226,25 +227,12 @@ BUFFER = "param"
 _FP32 = "fp32"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UniversalStates:
-    """What a universal checkpoint holds beside its model files, and where.
-
-    `nbytes` are the sizes of the files below `zero`. `missing_states` are faults of states that are known to be
-    missing, for a load that needs moments.
-    """
-
-    common: CommonState
-    facts: OptimizerFacts
-    placements: tuple[Placement, ...]
-    nbytes: Mapping[str, int]
-    missing_states: tuple[Fault, ...]
-
-
-def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelStates] = ()) -> UniversalStates:
+def read_universal(
+    listing: Listing, model: ModelStates, stages: Sequence[ModelStates] = ()
+) -> tuple[UniversalStates, OptimizerFacts, tuple[Placement, ...]]:
     """Read what all ranks share: the sizes of all files, the common state, one file of each state, every step.
 
-    `stages` are the model files of a pipeline, which `model` merges.
+    `stages` are the model files of a pipeline, which `model` merges. Also returns where masters and states lie.
 
     Raises every structural fault at once: parameters without a folder or a master, files that cannot be read, steps
     that differ within a param group, and masters that ds_to_universal is known to have made wrong.
@@ -271,18 +259,14 @@ def read_universal(listing: Listing, model: ModelStates, stages: Sequence[ModelS
         GroupFacts(members=tuple(reading.members(n)), hyperparameters=values) for n, values in enumerate(common.groups)
     )
     nbytes = {state_file(name, kind): size for name, sizes in files.items() for kind, size in sizes.items()}
-    return UniversalStates(
-        common=common,
-        facts=OptimizerFacts(groups=groups, scalars=scalars),
-        placements=placements,
-        nbytes={OPTIMIZER_STATE: common.nbytes, **nbytes},
-        missing_states=tuple(reading.missing_states()),
-    )
+    missing_states = tuple(reading.missing_states())
+    states = replace(common, nbytes={**common.nbytes, **nbytes}, missing_states=missing_states)
+    return states, OptimizerFacts(groups=groups, scalars=scalars), placements
 
 
 def _merge_stages(
-    common: CommonState, model: ModelStates, stages: Sequence[ModelStates]
-) -> tuple[CommonState, ModelStates, list[Fault]]:
+    common: UniversalStates, model: ModelStates, stages: Sequence[ModelStates]
+) -> tuple[UniversalStates, ModelStates, list[Fault]]:
     """Merge the common state of all stages, with each parameter once; also return faults that prevent it.
 
     ds_to_universal takes it from the first stage alone, as DeepSpeed's loaders do for all. If no pattern matches what
@@ -291,7 +275,7 @@ def _merge_stages(
     mend = "load the ZeRO checkpoint that it was made from"
     faults: list[Fault] = []
     paths: dict[str, str] = {}
-    buffers: list[list[int]] = [[] for _ in common.buffers]
+    buffers: list[list[int]] = [[] for _ in common.members]
     shapes: list[dict[str, Shape]] = []
     schedule = canonical(stages[0].entries.get(SCHEDULER)) if stages else ""
     info = model.entries.get("universal_checkpoint_info")
@@ -305,7 +289,7 @@ def _merge_stages(
                 UnsupportedLayout.fault(stage.path, what, "as many, of the same schedule", "others", mend=mend)
             )
             continue
-        for of_group, numbers in zip(buffers, common.buffers, strict=True):
+        for of_group, numbers in zip(buffers, common.members, strict=True):
             of_group += [len(shapes) + number for number in numbers]
         shapes += [{name: shape for name, shape in group.items() if name not in paths} for group in of_stage]
         copies = [name for name in stage.trainable if name in paths]
@@ -321,7 +305,7 @@ def _merge_stages(
     groups = tuple({name: trainable[name] for name in group} for group in shapes)
     common = replace(
         common,
-        buffers=tuple(map(tuple, buffers)),
+        members=tuple(map(tuple, buffers)),
         states=None if common.states is None else [common.states[n % len(common.states)] for n in range(len(groups))],
         scalars=[common.scalars[n % len(common.scalars)] for n in range(len(groups))],
     )
@@ -346,14 +330,14 @@ class _Reading:
     listing: Listing
     model: ModelStates
     shapes: Mapping[str, Shape]
-    common: CommonState
+    common: UniversalStates
     files: Mapping[str, Mapping[str, int]]
     faults: list[Fault]
     opened: dict[tuple[str, str], StateFile | None] = field(default_factory=dict)
 
     def members(self, group: int) -> list[str]:
         shapes = self.model.param_shapes or ()
-        return [name for i in self.common.buffers[group] for name in shapes[i]]
+        return [name for i in self.common.members[group] for name in shapes[i]]
 
     def sources(self) -> Iterator[tuple[str, str]]:
         """Yield each parameter with the one whose files are read for its states: itself, if it has files."""
@@ -437,7 +421,7 @@ class _Reading:
     def missing_states(self) -> Iterator[Fault]:
         """Yield a fault for each missing state that the optimizer kept of a parameter or another of its group."""
         shapes = self.model.param_shapes or ()
-        for group, buffers in enumerate(self.common.buffers):
+        for group, buffers in enumerate(self.common.members):
             group_kinds = {kind for name in self.members(group) for kind in self.files.get(name, ())}
             for n in buffers:
                 expected = group_kinds | (self.common.states[n] if self.common.states is not None else frozenset())

@@ -529,16 +529,17 @@ def _universal_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fa
     if universal is None:
         return
     yield from universal.missing_states
-    if universal.common.states is not None:
+    if universal.states is not None:
         return
-    path, known = universal.common.path, live.states if live.buffers else None
+    path, known = universal.path, live.states if live.buffers else None
     if known is None or not known.keys() <= {"exp_avg", "exp_avg_sq"}:
         what = f"does not say which states the saved optimizer kept, and {live.name} may keep others"
         yield _lost(path, what, "exp_avg, exp_avg_sq and step, which are all that ds_to_universal takes along")
         return
-    if any(group.get("amsgrad") for group in universal.common.groups):
+    if any(group.get("amsgrad") for group in universal.groups):
         yield _lost(path, "belongs to an optimizer with amsgrad", "max_exp_avg_sq beside exp_avg_sq")
-    facts = universal.facts
+    facts = checkpoint.facts
+    assert facts is not None
     counted = {name for group in facts.groups if "step" in (group.hyperparameters or {}) for name in group.members}
     lacking = [
         name
