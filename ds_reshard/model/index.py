@@ -71,7 +71,7 @@ class Index:
     def __init__(self, layout: Layout, source: ShardSource) -> None:
         self.layout = layout
         self.faults: list[Fault] = []
-        self._source = source
+        self.source = source
         self._opened: dict[tuple[str, int], Mapping[str, Extent]] = {}
         self._failed: set[tuple[str, int]] = set()
         self._tiles: dict[TensorKey, Tiles] = {}
@@ -79,7 +79,7 @@ class Index:
 
     def with_layout(self, layout: Layout) -> Index:
         """Return an index of another layout of the same shards; opened shards and faults are shared with it."""
-        other = Index(layout, self._source)
+        other = Index(layout, self.source)
         other.faults, other._opened = self.faults, self._opened
         other._failed, other._opening = self._failed, self._opening
         return other
@@ -92,7 +92,7 @@ class Index:
         with self._opening:
             if shard_key not in self._opened:
                 try:
-                    self._opened[shard_key] = self._source.buffers(family, shard)
+                    self._opened[shard_key] = self.source.buffers(family, shard)
                 except ReshardError as error:
                     self.faults.extend(faults_of(error))
                     self._opened[shard_key] = {}

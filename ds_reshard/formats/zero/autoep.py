@@ -51,6 +51,13 @@ class ExpertParameter(NamedTuple):
 
     shape: Shape
     layer: ExpertLayer
+    dtype: ElementType
+
+    def weights(self, name: str) -> Placement:
+        """Return where the weights of all experts lie: shard i of the layer's family is the file of expert i."""
+        tiles = [(expert, 0, Box.along(self.shape, 0, expert, 1)) for expert in range(self.layer.num_experts)]
+        key, family = TensorKey(name, WEIGHT), f"{EXPERT_FILES}{self.layer.number}"
+        return tiled_placement(key, self.shape, self.dtype, tiles, family=family, buffer=name)
 
     def shard(self, rank: int) -> Shape:
         return (len(self.layer.by_rank[rank]), *self.shape[1:])
@@ -132,9 +139,9 @@ def _experts_by_rank(where: str, saved: object, total: int, ep: int) -> tuple[tu
 
 def expert_parameters(
     listing: Listing, model: ModelStates, layers: Sequence[ExpertLayer], faults: list[Fault]
-) -> tuple[dict[str, ExpertParameter], dict[str, ElementType]]:
-    """Return each parameter of experts, and the type of its weights, from the file of each layer's first expert."""
-    params, dtypes = dict[str, ExpertParameter](), dict[str, ElementType]()
+) -> dict[str, ExpertParameter]:
+    """Return each parameter of experts, with the shape and type in the file of its layer's first expert."""
+    params = dict[str, ExpertParameter]()
     types = [tensor.dtype for tensor in model.module.values()]
     for layer in layers:
         files = expert_file(listing, layer.number, 0) if not listing.partitioned_model else {}
@@ -146,9 +153,9 @@ def expert_parameters(
                 expected, found = str(list(local_shape)), str(shape and list(shape))
                 faults.append(damaged(model.path, f"has {name} in another shape than its experts", expected, found))
                 continue
-            params[name] = ExpertParameter((layer.num_experts, *expert_shape), layer)
-            dtypes[name] = weight.dtype if weight is not None else types[0]
-    return params, dtypes
+            dtype = weight.dtype if weight is not None else types[0]
+            params[name] = ExpertParameter((layer.num_experts, *expert_shape), layer, dtype)
+    return params
 
 
 def expert_file(listing: Listing, layer: int, expert: int) -> dict[str, TensorRecord]:
@@ -162,20 +169,6 @@ def expert_file(listing: Listing, layer: int, expert: int) -> dict[str, TensorRe
             raise fail(listing.path(name), "does not hold this expert's weights", expected, f"{key!r}")
         weights[parameter] = value
     return weights
-
-
-def expert_weights(
-    listing: Listing, params: Mapping[str, ExpertParameter], dtypes: Mapping[str, ElementType]
-) -> tuple[list[Placement], dict[str, int]]:
-    """Return where the weights of all experts lie, and the number of files of each layer; nothing at stage 3."""
-    placements, shards = list[Placement](), dict[str, int]()
-    for name, (shape, layer) in params.items() if not listing.partitioned_model else ():
-        family = f"{EXPERT_FILES}{layer.number}"
-        shards[family] = layer.num_experts
-        tiles = [(expert, 0, Box.along(shape, 0, expert, 1)) for expert in range(layer.num_experts)]
-        key = TensorKey(name, WEIGHT)
-        placements.append(tiled_placement(key, shape, dtypes[name], tiles, family=family, buffer=name))
-    return placements, shards
 
 
 def partition_count_faults(

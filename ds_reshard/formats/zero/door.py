@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 
 from ds_reshard.containers import folders
 from ds_reshard.errors import CheckpointDamaged, ConfigError, Fault, UnsupportedLayout, raise_faults
@@ -80,20 +79,8 @@ class OpenedZero(Checkpoint):
         else:
             self.optimizer = "names its parameters"
 
-    @cached_property
-    def opened(self) -> Shards:
-        return self._first[1]
-
-    @cached_property
-    def _first(self) -> tuple[ZeroShards, Shards]:
-        """Return the shards that one tool works with, and the reader of their files."""
-        return self.pieces()
-
     def shards(self) -> Shards:
-        return self.pieces()[1]
-
-    def pieces(self) -> tuple[ZeroShards, Shards]:
-        """Return the opener of the saved ranks' files, and an index over it that compares what it opens."""
+        """Return an index of the saved ranks' files that compares what it opens."""
         pieces = ZeroShards(checkpoint=self.zero)
         index = Index(self.layout, pieces)
 
@@ -103,7 +90,7 @@ class OpenedZero(Checkpoint):
             mixed = compare_signatures(pieces.signatures, self.folder, states=self.compare_scalar_states)
             return [*mixed, *compare_checksums(pieces.checksums, self.folder)]
 
-        return pieces, Shards(index=index, compare=compare)
+        return Shards(index=index, compare=compare)
 
     def replica_fault(
         self, key: TensorKey, holder: Holder, found: str, untrained: Callable[[TensorKey], bool]
@@ -158,7 +145,8 @@ class OpenedZero(Checkpoint):
         content = content_of(self.zero, same_format=True)
         faults = [*content.faults, *quantized_faults(self.zero.model)]
         raise_faults(faults, subject=f"converting {self.folder} to {asked.to}")
-        return _target(Saving(content=content, source_shards=self._first[0]), asked, like)
+        assert isinstance(self.index.source, ZeroShards)
+        return _target(Saving(content=content, source_shards=self.index.source), asked, like)
 
     def open_all(self) -> None:
         for rank in self.zero.listing.model:

@@ -80,7 +80,8 @@ class FlatBuffer:
     def cuts(self) -> Iterator[tuple[str, Cut]]:
         """Yield each parameter's name and how ranks cut it."""
         offset, chunk = 0, max(1, self.partition_numel)
-        for name, shape, gap in zip(self.shapes, self.shapes.values(), self.gaps or _no_gaps(self.shapes), strict=True):
+        gaps = self.gaps or [0] * len(self.shapes)
+        for name, shape, gap in zip(self.shapes, self.shapes.values(), gaps, strict=True):
             if self.rule is Rule.EACH:
                 share = slice_numel(shape, self.ranks)
                 yield name, Cut(chunk=max(1, share), origin=offset, first=self.first, step=self.step)
@@ -168,10 +169,6 @@ def _sub_groups(shapes: Mapping[str, Shape], ranks: int, max_numel: int | None) 
             members, numel = {}, 0
     if members:
         yield members
-
-
-def _no_gaps(shapes: Mapping[str, Shape]) -> Sequence[int]:
-    return [0] * len(shapes)
 
 
 def _gaps(shapes: Mapping[str, Shape], alignment: int) -> list[int]:

@@ -16,13 +16,12 @@ from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_fau
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, ZeroCheckpoint
 from ds_reshard.formats.zero.content import strided_fault
 from ds_reshard.formats.zero.flat import Shard, by_key, merge_shards
-from ds_reshard.formats.zero.groups import AS_SAVED
+from ds_reshard.formats.zero.groups import AS_SAVED, mixed_group_faults, other_parameter_faults
 from ds_reshard.formats.zero.model_states import section
 from ds_reshard.formats.zero.modules import expert_of, layer_files, tied_key, ties_first
 from ds_reshard.formats.zero.target import INFO, Column, Saving
 from ds_reshard.formats.zero.tensor_parallel import TensorSplit, note_on_unnamed, pattern_info
 from ds_reshard.model.content import SCHEDULER, regrouping_fault, reorder_groups
-from ds_reshard.model.facts import canonical
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.target import RunSizes, Target, TargetFile, Unit
 
@@ -120,7 +119,6 @@ def _target_stages(saving: Saving, like: ZeroCheckpoint | None, kind: str, dp: i
         return [stage(groups=in_module_order, layers=saving.layers)], faults
     groups, like_groups = saving.groups, like.model.param_shapes or ()
     group_of = {name: number for number, group in enumerate(groups) for name in group.members}
-    texts = [canonical(dict(group.hyperparameters or {})) for group in groups]
     files = sorted(layer_files(like).items())
     schedule = saving.entries.get(SCHEDULER)
     tied = [f"^{re.escape(name)}$" for name in like.stages[0].trainable if tied_key(name) is not None]
@@ -128,13 +126,7 @@ def _target_stages(saving: Saving, like: ZeroCheckpoint | None, kind: str, dp: i
     for number, (column, saved_stage) in enumerate(zip(like.columns, like.stages, strict=False)):
         members = [[name for flat in flats for name in like_groups[begin + flat]] for flats in column.head.members]
         begin += len(column.buffers)
-        for names in members:
-            other = next((name for name in names if texts[group_of[name]] != texts[group_of[names[0]]]), None)
-            if other is not None:
-                what, same = "is in a param group with parameters of other hyper-parameters", f"those of {names[0]}"
-                faults.append(
-                    UnsupportedLayout.fault(f"{saved_stage.path}: {other}", what, same, "others", mend=AS_SAVED)
-                )
+        faults += mixed_group_faults(groups, schedule, members, saved_stage.path)
         order = [group_of[names[0]] for names in members]
         moved, unknown = reorder_groups(schedule, order, len(groups)) if isinstance(schedule, dict) else (schedule, [])
         faults += [regrouping_fault(entry, like.listing.folder) for entry in unknown]
@@ -162,11 +154,7 @@ def _like_faults(saving: Saving, like: ZeroCheckpoint, kind: str) -> Iterator[Fa
         what, mend = "cannot be the files of a PipelineModule", "--to zero1 or bf16"
         yield UnsupportedLayout.fault(saving.content.folder, what, "stage 1", kind, mend=mend)
         return
-    for name in sorted(trained.keys() | like.model.trainable.keys()):
-        source_shape, like_shape = trained.get(name), like.model.trainable.get(name)
-        if source_shape != like_shape:
-            shapes = ["none" if shape is None else str([*shape]) for shape in (like_shape, source_shape)]
-            yield ModelMismatch.fault(f"{where}: {name}", "differs from the source's parameter", *shapes, mend=AS_SAVED)
+    yield from other_parameter_faults(trained, like)
     source_shapes = {name: entries.shape for name, entries in saving.content.weights.items()}
     like_shapes = {name: split.shape for name, split in like.splits.items()}
     if like.stages:

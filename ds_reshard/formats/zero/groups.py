@@ -7,7 +7,7 @@ MAX_NUMEL elements on a rank. Each rank of a run has its experts under the names
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from ds_reshard.formats.zero.checkpoint import ZeroCheckpoint
 from ds_reshard.formats.zero.modules import expert_of, experts_per_rank, names_on_ep_rank, sort_by_expert
 from ds_reshard.model.content import SCHEDULER, Content, reorder_groups, with_groups
 from ds_reshard.model.facts import GroupFacts, canonical
+from ds_reshard.model.region import Shape
 
 MAX_NUMEL = 178956971
 _NAME, _MARK, _OF_SIZE = "name", "moe", "ep_size_"
@@ -102,7 +103,10 @@ def groups_for_ep(content: Content, ep: int | None, like: ZeroCheckpoint | None)
     where = like.listing.folder if like is not None else content.folder
     if faults:
         return content, faults
-    faults += [*_other_parameter_faults(content, new_groups, where), *_mixed_group_faults(content, new_groups, where)]
+    shapes = {name: tensor.shape for name, tensor in content.weights.items() if name in content.trained}
+    faults += other_parameter_faults(shapes, like) if like is not None else ()
+    members = [group.members for group in new_groups]
+    faults += mixed_group_faults(saved_groups, content.entries.get(SCHEDULER), members, where)
     order = [group.origin for group in groups]
     return (content if faults else with_groups(content, new_groups, order, where)), faults
 
@@ -199,29 +203,27 @@ def _uneven_expert_faults(content: Content, group: LocalGroup) -> Iterator[Fault
             yield UnsupportedLayout.fault(prefix.rstrip("."), what, *counts, mend="another expert-parallel size: --ep")
 
 
-def _other_parameter_faults(content: Content, groups: Sequence[GroupFacts], where: str) -> Iterator[Fault]:
-    """Yield a fault for each parameter that only the source has, or only the run that `like` shows."""
-    members = {name for group in groups for name in group.members}
-    assert content.facts is not None
-    trained = {name for group in content.facts.groups for name in group.members}
-    for name in sorted(members ^ trained):
-        counts = ("none", "one") if name in trained else ("one", "none")
-        yield ModelMismatch.fault(f"{where}: {name}", "differs from the source's parameter", *counts, mend=AS_SAVED)
+def other_parameter_faults(source: Mapping[str, Shape], like: ZeroCheckpoint) -> Iterator[Fault]:
+    """Yield a fault for each parameter that the source and the run that saved `like` do not both have in one shape."""
+    for name in sorted(source.keys() | like.model.trainable.keys()):
+        shapes = [of.get(name) for of in (like.model.trainable, source)]
+        if shapes[0] != shapes[1]:
+            counts = ["none" if shape is None else str([*shape]) for shape in shapes]
+            where, what = f"{like.listing.folder}: {name}", "differs from the source's parameter"
+            yield ModelMismatch.fault(where, what, *counts, mend=AS_SAVED)
 
 
-def _mixed_group_faults(content: Content, groups: Sequence[GroupFacts], where: str) -> Iterator[Fault]:
+def mixed_group_faults(
+    saved: Sequence[GroupFacts], schedule: object, groups: Iterable[Sequence[str]], where: str
+) -> Iterator[Fault]:
     """Yield a fault for each new group of parameters that had different hyper-parameters or schedules."""
-    assert content.facts is not None
-    saved, schedule = content.facts.groups, content.entries.get(SCHEDULER)
-    state = schedule if isinstance(schedule, dict) else {}
-    texts = []
+    texts, state = [], schedule if isinstance(schedule, dict) else {}
     for number, group in enumerate(saved):
         values = {key: value for key, value in (group.hyperparameters or {}).items() if key not in (_NAME, _MARK)}
         texts.append(canonical([values, reorder_groups(state, [number], len(saved))[0]]))
     text_by_name = {name: texts[number] for number, group in enumerate(saved) for name in group.members}
-    for group in groups:
-        first = group.members[0]
-        other = next((name for name in group.members if text_by_name.get(name) != text_by_name.get(first)), None)
+    for members in groups:
+        other = next((name for name in members if text_by_name.get(name) != text_by_name.get(members[0])), None)
         if other is not None:
             what = "is in a param group with parameters of other hyper-parameters, or of another schedule"
-            yield UnsupportedLayout.fault(f"{where}: {other}", what, f"those of {first}", "others", mend=AS_SAVED)
+            yield UnsupportedLayout.fault(f"{where}: {other}", what, f"those of {members[0]}", "others", mend=AS_SAVED)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ds_reshard.containers.plain import Scalars, group_entries, plain, read_scalars, single_elements
 from ds_reshard.errors import Fault, ReshardError, collected, damaged
 from ds_reshard.formats.zero.checkpoint import MODEL, Grid, TpRank, ZeroCheckpoint, autoep_sizes
+from ds_reshard.formats.zero.content import first_names
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, read_model_states, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, read_optim_states
@@ -330,15 +331,10 @@ def _arrangement(result: Survey, config: Mapping[str, object]) -> Arrangement:
 def _parameters(model: ModelStates, group_of: Mapping[str, int], splits: Mapping[str, str]) -> Iterator[ParameterEntry]:
     """Yield every entry of the module, then parameters known only by shape (stage 3, excluded weights)."""
     trainable, frozen = model.trainable, model.frozen_shapes
-    first_names: dict[tuple[str, str, int, tuple[int, ...]], str] = {}
+    first = first_names(model)
     for name in dict.fromkeys((*model.module, *trainable, *frozen)):
         tensor = model.module.get(name)
-        tied = model.shared.get(name)
-        if tensor is not None and tensor.numel:
-            location = (tensor.storage.path, tensor.storage.key, tensor.element_offset, tensor.shape)
-            first = first_names.setdefault(location, name)
-            tied = tied or (first if first != name else None)
-        owner = tied or name
+        owner = model.shared.get(name, first.get(name, name))
         if name in model.buffer_names:
             role = "buffer"
         elif owner in trainable:
@@ -355,7 +351,7 @@ def _parameters(model: ModelStates, group_of: Mapping[str, int], splits: Mapping
             dtype=dtype,
             role=role,
             group=group_of.get(owner),
-            tied_to=tied,
+            tied_to=owner if owner != name else None,
             division=splits.get(owner),
         )
 

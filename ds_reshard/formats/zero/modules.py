@@ -18,7 +18,7 @@ from math import prod
 from typing import NamedTuple
 
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, error_of, fail
-from ds_reshard.formats.zero.autoep import ExpertParameter, autoep_layers, expert_parameters, expert_weights
+from ds_reshard.formats.zero.autoep import ExpertParameter, autoep_layers, expert_parameters
 from ds_reshard.formats.zero.checkpoint import MODEL, Grid, TpRank, ZeroCheckpoint
 from ds_reshard.formats.zero.flat import Shard, whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, read_entries, section
@@ -126,11 +126,12 @@ def with_autoep(listing: Listing, model: ModelStates, faults: list[Fault]) -> Mo
     layers = autoep_layers(model, faults)
     if faults:
         return Module({}, {})
-    params, dtypes = expert_parameters(listing, model, layers, faults)
-    weight_placements, shards = expert_weights(listing, params, dtypes)
-    placeholders = {name: new_tensor("", (0,), dtype) for name, dtype in dtypes.items()}
-    placements = [Shard(placement) for placement in weight_placements]
-    return Module({**model.module, **placeholders}, model.objects, placements, shards, autoep=params)
+    params = expert_parameters(listing, model, layers, faults)
+    placeholders = {name: new_tensor("", (0,), param.dtype) for name, param in params.items()}
+    weights = [param.weights(name) for name, param in params.items() if not listing.partitioned_model]
+    shards = {placement.family: placement.shape[0] for placement in weights}
+    tensors = {**model.module, **placeholders}
+    return Module(tensors, model.objects, [*map(Shard, weights)], shards, autoep=params)
 
 
 def _expert_file_faults(listing: Listing, model: ModelStates) -> Iterator[Fault]:

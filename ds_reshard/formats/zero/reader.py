@@ -61,6 +61,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     coverage_faults,
     evidence_of,
     find_splits,
+    matching_rules,
     replicated_split,
     shapes_in_affine_map,
     unknown_split_faults,
@@ -129,7 +130,13 @@ def read_checkpoint(
             ranks += _read_rank(listing, grid, tp_of_rank, head, faults, optimizer=with_optimizer)
     if len(faults) > fault_count:
         return None
-    checkpoint = _merge_tp(listing, tp, ranks, faults) if all_ranks else _checkpoint_of_rank(ranks[0])
+    if all_ranks:
+        checkpoint = _merge_tp(listing, tp, ranks, faults)
+    else:  # if there are several ranks, the tensors are this rank's shards
+        has_momentum = any(p.full_param_kinds for column in ranks[0].columns for p in column.head.partitions)
+        has_replicas = has_momentum or ranks[0].stages or ranks[0].module.autoep  # else each tensor lies once
+        shards = ranks[0].placements()
+        checkpoint = _checkpoint(ranks[0], merge_shards(shards) if has_replicas else (one.placement for one in shards))
     if checkpoint is not None and listing.universal and (optimizer or listing.partitioned_model):
         with collected(faults):
             return _with_universal_states(checkpoint)
@@ -380,11 +387,7 @@ def _merge_models(
     )
 
 
-def _checkpoint_of_rank(rank: _RankFiles) -> ZeroCheckpoint:
-    """Return the checkpoint of one tensor-parallel rank. If there are several, its tensors are this rank's shards."""
-    has_momentum = any(partition.full_param_kinds for column in rank.columns for partition in column.head.partitions)
-    has_replicas = has_momentum or rank.stages or rank.module.autoep  # else each tensor lies once
-    placements = merge_shards(rank.placements()) if has_replicas else (placed.placement for placed in rank.placements())
+def _checkpoint(rank: _RankFiles, placements: Iterable[Placement]) -> ZeroCheckpoint:
     return ZeroCheckpoint(
         listing=rank.listing,
         model=rank.model,
@@ -415,7 +418,7 @@ def _merge_tp(listing: Listing, tp: TpRank, ranks: Sequence[_RankFiles], faults:
     faults += _rank_faults(listing, models, optims)
     if faults:
         return None
-    model, grid, dp = _merge_tp_models(models, splits), ranks[0].grid, ranks[0].grid.dp
+    model, dp = _merge_tp_models(models, splits), ranks[0].grid.dp
     placements = parts_of_ranks([rank.placements() for rank in ranks], ranks[0].shards, splits)
     files = dp if listing.partitioned_model else 1
     listing = replace(
@@ -425,15 +428,9 @@ def _merge_tp(listing: Listing, tp: TpRank, ranks: Sequence[_RankFiles], faults:
     )
     columns = [replace(column, begin=n * dp, number=n) for n, rank in enumerate(ranks) for column in rank.columns]
     shards = {family: len(ranks) * files_of_one for family, files_of_one in ranks[0].shards.items()}
-    return ZeroCheckpoint(
-        listing=listing,
-        model=model,
-        optim=optims[0] if optims else None,
-        layout=_layout(listing, merge_shards(placements), shards),
-        facts=optimizer_facts(model.param_shapes or (), optims[0]) if optims else None,
-        grid=grid,
-        columns=tuple(columns),
-        stages=ranks[0].stages,
+    merged = ranks[0]._replace(listing=listing, model=model, columns=tuple(columns), shards=shards)
+    return replace(
+        _checkpoint(merged, merge_shards(placements)),
         copies=tuple(rank.module.copies for rank in ranks) if ranks[0].stages else (),
         later_stage_weights=frozenset().union(*(rank.module.later_stage_weights for rank in ranks)),
         tp_models=tuple(models),
@@ -469,19 +466,23 @@ def _splits(
     unsplit: dict[str, TensorSplit] = {}
     if len(models) == 1:
         padded = vocabulary_splits(models[0], parameters, tp.rules)
-        plain = {name: shards for name, shards in parameters.items() if name not in padded and not _has_rule(name, tp)}
-        unsplit = {name: replicated_split(shards, "whole") for name, shards in plain.items()}
+        unsplit = {
+            name: replicated_split(shards, "whole")
+            for name, shards in parameters.items()
+            if name not in padded and not matching_rules(name, tp.rules)
+        }
     sharded = {name: shards for name, shards in parameters.items() if name not in unsplit}
     evidence = evidence_of(models[0])._replace(whole_shapes=tp.whole_shapes, live_rules=tp.live_rules)
     splits, unknown_splits = find_splits(sharded, evidence, tp.rules)
     splits |= unsplit
     buffers = {name: shards for name, shards in shapes.items() if name in models[0].buffer_names}
-    splits |= {name: _buffer_split(name, shards, tp) for name, shards in buffers.items() if len(set(shards)) == 1}
-    unknown_splits |= {
-        name: UnknownSplit("it is a buffer whose shape differs between ranks", "one shape", ", ".join(map(str, shards)))
-        for name, shards in buffers.items()
-        if len(set(shards)) > 1
-    }
+    for name, shards in buffers.items():  # every rank has a copy; a rule may say whose counts
+        owners = [rule.owner for rule in matching_rules(name, tp.rules) if rule.replicated]
+        if len(set(shards)) == 1:
+            splits[name] = replicated_split(shards, "buffer", owner=owners[0] if owners else None)
+        else:
+            what, found = "it is a buffer whose shape differs between ranks", ", ".join(map(str, shards))
+            unknown_splits[name] = UnknownSplit(what, "one shape", found)
     splits |= {name: splits[owner] for name, owner in models[0].shared.items() if owner in splits and name in shapes}
     return splits, unknown_splits
 
@@ -495,21 +496,17 @@ def _splits_differ(listing: Listing, tp: TpRank, heads: Mapping[int, str], model
         return False
     first_file = heads[min(heads)]
     saved = model if model.path == listing.path(first_file) else listing.read(first_file, read_model_states)
-    return _vocabulary_padding_differs(saved, tp) or (bool(tp.affine_maps) and _affine_maps_differ(saved, tp))
-
-
-def _vocabulary_padding_differs(saved: ModelStates, tp: TpRank) -> bool:
-    """True if the run pads its vocabulary to another size than the checkpoint: then its ranks have other rows of it."""
     shapes = {**{name: tensor.shape for name, tensor in saved.module.items() if prod(tensor.shape)}, **saved.trainable}
     other_shapes = {
         name: [shapes[name]] * tp.size
         for name, shape in tp.shard_shapes.items()
         if shape != shapes.get(name, shape) and 0 not in shape
-    }
-    return bool(other_shapes) and bool(vocabulary_splits(saved, other_shapes, tp.rules))
+    }  # of a vocabulary that the run pads to another size, ranks have other rows
+    padding_differs = bool(other_shapes) and bool(vocabulary_splits(saved, other_shapes, tp.rules))
+    return padding_differs or (bool(tp.affine_maps) and _affine_maps_differ(saved, shapes, tp))
 
 
-def _affine_maps_differ(saved: ModelStates, tp: TpRank) -> bool:
+def _affine_maps_differ(saved: ModelStates, shapes: Mapping[str, Shape], tp: TpRank) -> bool:
     """True if the run's affine maps differ from the checkpoint's; `saved` is the first rank's model file.
 
     The checkpoint may have no map of a parameter (before DeepSpeed 0.19.6). Then true if the first rank's shard has
@@ -517,7 +514,6 @@ def _affine_maps_differ(saved: ModelStates, tp: TpRank) -> bool:
     """
     evidence = evidence_of(saved)._replace(whole_shapes=tp.whole_shapes)
     saved_maps = affine_maps(evidence.info)
-    shapes = {**{name: tensor.shape for name, tensor in saved.module.items() if prod(tensor.shape)}, **saved.trainable}
     name_by_pattern = {f"^{re.escape(name)}$": name for name in shapes}
     unmapped: dict[str, list[Shape]] = {}
     for pattern, run_map in tp.affine_maps.items():
@@ -576,24 +572,16 @@ def _shapes_by_rank(models: Sequence[ModelStates], faults: list[Fault]) -> dict[
     return shapes
 
 
-def _has_rule(name: str, tp: TpRank) -> bool:
-    return any(re.fullmatch(rule.parameters, name) for rule in tp.rules)
-
-
-def _buffer_split(name: str, shards: Sequence[Shape], tp: TpRank) -> TensorSplit:
-    """Return the split of a buffer, of which every rank has a copy. A rule may say whose copy counts."""
-    owners = [rule.owner for rule in tp.rules if rule.replicated and re.fullmatch(rule.parameters, name)]
-    return replicated_split(shards, "buffer", owner=owners[0] if owners else None)
-
-
 def _rank_faults(listing: Listing, models: Sequence[ModelStates], optims: Sequence[OptimStates]) -> list[Fault]:
     """Return a fault for each rank whose files are of another save than the first's, or group parameters otherwise."""
     faults = compare_heads(models, optims, listing.folder, states=True)
     mend = "load it with the tensor-parallel size that was saved"
-    seen: dict[tuple[str, int], int] = {}
+    seen: dict[str, list[int]] = {}
     for model in models:
-        groups = model.param_shapes or ()
-        moved = [name for (name, copy), n in _buffer_numbers(groups).items() if seen.setdefault((name, copy), n) != n]
+        groups, numbers = model.param_shapes or (), dict[str, list[int]]()  # several stages may have a parameter
+        for number, name in ((number, name) for number, group in enumerate(groups) for name in group):
+            numbers.setdefault(name, []).append(number)
+        moved = [name for name, buffers in numbers.items() if seen.setdefault(name, buffers) != buffers]
         if moved or len(groups) != len(models[0].param_shapes or ()):
             what = "has its parameters in other flat buffers than the first tensor-parallel rank"
             expected = f"{len(models[0].param_shapes or ())} buffers of the same parameters"
@@ -606,17 +594,6 @@ def _rank_faults(listing: Listing, models: Sequence[ModelStates], optims: Sequen
             what = "has other optimizer states, steps or param groups than the first tensor-parallel rank"
             faults.append(UnsupportedLayout.fault(optim.path, what, "the same", "others", mend=mend))
     return faults
-
-
-def _buffer_numbers(groups: Sequence[Mapping[str, Shape]]) -> dict[tuple[str, int], int]:
-    """Return the number of the flat buffer of each (parameter, copy): several stages may have a parameter."""
-    numbers: dict[tuple[str, int], int] = {}
-    copies: dict[str, int] = {}
-    for number, group in enumerate(groups):
-        for name in group:
-            numbers[name, copies.setdefault(name, 0)] = number
-            copies[name] += 1
-    return numbers
 
 
 def _optimizer_text(optim: OptimStates) -> str:
@@ -750,10 +727,6 @@ class Sizes(NamedTuple):
     ep: frozenset[int] = frozenset()
 
 
-_EXPERT_OPTIM = re.compile(r"expp_rank_([0-9]+)_mp_rank_[0-9]+_optim_states\.pt")
-"""The optimizer states of one expert-parallel rank at stage 0 (`_get_optimizer_ckpt_name`, runtime/engine.py)."""
-
-
 def saved_sizes(listing: Listing) -> Sizes | None:
     """Return the sizes in the first model file, or None if it has none.
 
@@ -768,8 +741,8 @@ def saved_sizes(listing: Listing) -> Sizes | None:
     numbers = [size for size in sizes if isinstance(size, int)]
     if not isinstance(top, dict) or len(numbers) < 2:
         return None
-    ep_ranks = {int(match[1]) for match in map(_EXPERT_OPTIM.fullmatch, listing.nbytes) if match is not None} - {0}
-    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | {rank + 1 for rank in sorted(ep_ranks)[-1:]})
+    of_stage_0 = {max(listing.ep_optim, default=0) + 1} - {1}
+    return Sizes(dp=numbers[0], mp=numbers[1], ep=autoep_sizes(top) | of_stage_0)
 
 
 _WITHOUT_OPTIMIZER = ", or pass --no-load-optim, or load_optimizer_states=False (DeepSpeed 0.17 and 0.18.4 save no "

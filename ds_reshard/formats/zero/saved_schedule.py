@@ -27,7 +27,7 @@ def read_past(listing: AnyListing) -> Past:
     assert isinstance(listing, Listing)
     checkpoint = open_checkpoint(listing, optimizer=True, tp=ANY_TP_RANK)
     entries = checkpoint.model.entries
-    groups = _groups(checkpoint)
+    groups = checkpoint.groups if checkpoint.optim is not None else param_groups(torch_optimizer(checkpoint.model))
     state, config = entries.get("lr_scheduler"), entries.get("ds_config")
     if state is not None and not isinstance(state, dict):
         state = {}
@@ -52,12 +52,6 @@ def _position(checkpoint: ZeroCheckpoint, state: Mapping[str, object] | None) ->
     if position is None or not 0 <= position < _MAX_STEP:
         raise fail(checkpoint.model.path, "its step count is impossible", "a whole number", describe(position))
     return position
-
-
-def _groups(checkpoint: ZeroCheckpoint) -> Sequence[Mapping[str, object]]:
-    if checkpoint.optim is not None:
-        return checkpoint.groups
-    return param_groups(torch_optimizer(checkpoint.model))
 
 
 def _rates(checkpoint: ZeroCheckpoint, groups: Sequence[Mapping[str, object]]) -> tuple[float, ...] | None:

@@ -7,7 +7,6 @@ as it was saved, including the user's entries.
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,6 +30,7 @@ from ds_reshard.formats.zero.tensor_parallel import (
     UnknownSplit,
     evidence_of,
     find_splits,
+    matching_rules,
     resplit,
     unknown_split_faults,
 )
@@ -181,7 +181,7 @@ class Saving:
         return {
             key.name: known[tensor.origin.name]
             for key, tensor in self.content.tensors.items()
-            if tensor.origin.name in known and not any(re.fullmatch(rule.parameters, key.name) for rule in rules)
+            if tensor.origin.name in known and not matching_rules(key.name, rules)
         }
 
     @cached_property
@@ -516,7 +516,7 @@ class Column:
         frozen = self._frozen()
         shapes = OrderedDict((name, SizeRecord(shape)) for name, (shape, _) in frozen.items())
         fragments: OrderedDict[str, object] = OrderedDict()
-        module = self._placeholders(source) if self.stage == 3 else self._whole(source)
+        module = self._module(source)
         for name, (shape, dtype) in frozen.items():
             fragments[name] = (
                 new_tensor(f"frozen/{name}", (slice_numel(shape, self.dp),), dtype) if self.stage == 3 else module[name]
@@ -564,21 +564,15 @@ class Column:
         frozen = {name: (self.shards.get(name, shape), dtype) for name, (shape, dtype) in self.saving.frozen.items()}
         return {**frozen, **{name: (self.shards[name], self._tensors[name].dtype) for name in self.small}}
 
-    def _whole(self, source: ModelStates | None) -> OrderedDict[str, object]:
-        tensors, tied = self._tensors, self.saving.content.tied
-        module = self.saving.module(source)
-        for name in module:
-            module[name] = tensors.get(tied.get(name, name), module[name])
-        return module
-
-    def _placeholders(self, source: ModelStates | None) -> OrderedDict[str, object]:
-        """Return parameters as stage 3 saves them, empty; tied weights share a placeholder."""
-        shared, buffers = self.saving.tied, self.saving.content.buffers
-        module = self.saving.module(source)
+    def _module(self, source: ModelStates | None) -> OrderedDict[str, object]:
+        """Return the module's entries. Stage 3 saves parameters empty; tied weights then share a placeholder."""
+        tensors, content, module = self._tensors, self.saving.content, self.saving.module(source)
         placeholders: dict[str, TensorRecord] = {}
         for name, value in module.items():
-            if name not in buffers and isinstance(value, TensorRecord):
-                first = shared.get(name, name)
+            if self.stage < 3:
+                module[name] = tensors.get(content.tied.get(name, name), value)
+            elif name not in content.buffers and isinstance(value, TensorRecord):
+                first = self.saving.tied.get(name, name)
                 module[name] = placeholders.setdefault(first, new_tensor(f"empty/{first}", (0,), value.dtype))
         return module
 

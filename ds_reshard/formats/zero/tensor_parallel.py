@@ -116,7 +116,7 @@ def find_splits(
     saved = _SavedSplits(evidence)
     for name, shapes in shards.items():
         try:
-            matching = [rule for rule in rules if re.fullmatch(rule.parameters, name)]
+            matching = matching_rules(name, rules)
             if len(matching) > 1:
                 names = " and ".join(repr(rule.parameters) for rule in matching)
                 raise UnknownSplit("two rules match it", "one", names, "correct the rules: one for each parameter")
@@ -132,6 +132,11 @@ def find_splits(
             except UnknownSplit as error:
                 unknown[name] = error
     return splits, unknown
+
+
+def matching_rules(name: str, rules: Sequence[Rule]) -> list[Rule]:
+    """Return the rules whose pattern matches the whole name."""
+    return [rule for rule in rules if re.fullmatch(rule.parameters, name)]
 
 
 def _rule_split(rule: Rule, shards: Sequence[Shape], evidence: str) -> TensorSplit:

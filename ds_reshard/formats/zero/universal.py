@@ -7,7 +7,6 @@ deepspeed/checkpoint/ds_to_universal.py (0.19.8) makes it from a ZeRO checkpoint
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -30,6 +29,7 @@ from ds_reshard.formats.zero.flat import whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.optim_states import OptimStates, Partition, keys_of, read_stage, sub_groups, torch_state
+from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.model.content import SCHEDULER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe, text_of
 from ds_reshard.model.layout import Placement
@@ -84,7 +84,10 @@ def read_common(path: str, model: ModelStates) -> UniversalStates:
         members=members,
         version=text_of(entries.get("ds_version", "unknown")),
         states=states,
-        scalars=[_scalars_on_all_ranks(p) for p in partitions] if partitions is not None else [{}] * count,
+        # other single values may be kept per rank, and these are rank 0's
+        scalars=[{name: p.scalars[name] for name in ("step", "mu_product") if name in p.scalars} for p in partitions]
+        if partitions is not None
+        else [{}] * count,
         by_ds_reshard=by_ds_reshard,
         nbytes={OPTIMIZER_STATE: nbytes},
     )
@@ -114,11 +117,6 @@ def _embedded_partitions(
     if len(partitions) != count:
         raise fail(path, "flat buffers do not match the model file", f"{count}", f"{len(partitions)}")
     return partitions
-
-
-def _scalars_on_all_ranks(partition: Partition) -> Mapping[str, Scalar]:
-    """Return the scalar states that are equal on all ranks. Others may be kept per rank, and these are rank 0's."""
-    return {name: value for name, value in partition.scalars.items() if name in ("step", "mu_product")}
 
 
 ZERO = "zero"
@@ -278,9 +276,8 @@ def _merge_stages(
     buffers: list[list[int]] = [[] for _ in common.members]
     shapes: list[dict[str, Shape]] = []
     schedule = canonical(stages[0].entries.get(SCHEDULER)) if stages else ""
-    info = model.entries.get("universal_checkpoint_info")
-    saved = info.get("pipeline_replicated_parameter_patterns") if isinstance(info, dict) else None
-    patterns = [pattern for pattern in saved if isinstance(pattern, str)] if isinstance(saved, list | tuple) else []
+    saved = section(model.entries, "universal_checkpoint_info").get("pipeline_replicated_parameter_patterns")
+    patterns = Patterns(saved if isinstance(saved, list | tuple) else ())
     for stage in stages:
         of_stage = stage.param_shapes or ()
         if len(of_stage) != len(stages[0].param_shapes or ()) or canonical(stage.entries.get(SCHEDULER)) != schedule:
@@ -294,7 +291,7 @@ def _merge_stages(
         shapes += [{name: shape for name, shape in group.items() if name not in paths} for group in of_stage]
         copies = [name for name in stage.trainable if name in paths]
         for name in copies:
-            if not any(_matches_beginning(pattern, name) for pattern in patterns):
+            if not patterns.matching(name):
                 what = f"has a copy of {name} that no pattern matches: ds_to_universal took this one, or mixed the two"
                 saved_patterns = ("pipeline_replicated_parameter_patterns", "none that matches")
                 faults.append(CheckpointDamaged.fault(stage.path, what, *saved_patterns, mend=mend))
@@ -310,14 +307,6 @@ def _merge_stages(
         scalars=[common.scalars[n % len(common.scalars)] for n in range(len(groups))],
     )
     return common, replace(model, param_shapes=groups), faults
-
-
-def _matches_beginning(pattern: str, name: str) -> bool:
-    """True if the pattern matches the beginning of a name, as ds_to_universal looks."""
-    try:
-        return re.match(pattern, name) is not None
-    except re.error:
-        return False
 
 
 @dataclass(slots=True, kw_only=True)
