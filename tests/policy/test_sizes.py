@@ -42,7 +42,7 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3784),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6517),
-    "formats/zero": (("formats/zero",), 7140),
+    "formats/zero": (("formats/zero",), 7111),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5396),
     "hosts/deepspeed": (("hosts/deepspeed",), 7019),

@@ -109,81 +109,57 @@ def read_optim_states(path: str, stem: str) -> OptimStates:
         if not isinstance(top, dict) or not isinstance(top.get("optimizer_state_dict"), dict):
             raise fail(path, "is not a DeepSpeed optimizer file", "an entry 'optimizer_state_dict'", keys_of(top))
         entries = top["optimizer_state_dict"]
-        if "fp32_flat_groups" in entries:
-            return sub_groups(path, archive, top, entries)
-        if "single_partition_of_fp32_groups" in entries:
-            return _flat_groups(path, archive, top, entries)
+        if "fp32_flat_groups" in entries or "single_partition_of_fp32_groups" in entries:
+            return states_in(path, archive, top, entries)
     raise fail(path, "is of an unknown optimizer layout", "ZeRO 1 to 3 or BF16_Optimizer", keys_of(entries))
 
 
-def _flat_groups(
+def states_in(
     path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
 ) -> OptimStates:
-    """Return the header of a file of stage 1 or 2 or of BF16_Optimizer."""
-    fp32 = _tensors(path, "single_partition_of_fp32_groups", entries["single_partition_of_fp32_groups"])
-    base = entries.get("base_optimizer_state")
-    elastic = isinstance(base, list)
-    if elastic:
-        states, groups, members = _elastic(path, base, len(fp32))
+    """Return the header of the optimizer's `entries` in a file with the top level `top`."""
+    is_stage3 = "fp32_flat_groups" in entries
+    masters = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
+    wrapped = "optimizer_state_dict" if is_stage3 else "base_optimizer_state"
+    kind = "zero3" if is_stage3 else "zero" if "zero_stage" in entries else "bf16"
+    fp32, base = _tensors(path, masters, entries[masters]), entries.get(wrapped)
+    saved_count = entries.get("partition_count")
+    elastic = isinstance(base, list) and not is_stage3
+    states, groups, members = _elastic(path, base, len(fp32)) if elastic else torch_state(path, wrapped, base)
+    if sorted(number for of_group in members for number in of_group) != list(range(len(fp32))):
+        raise fail(path, "param groups and flat buffers differ", f"{len(fp32)} buffers", str(members))
+    if is_stage3:
+        count = positive(path, "partition_count", saved_count)
+        counts = _sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32))
     else:
-        states, groups, members = torch_state(path, "base_optimizer_state", base)
-        if sorted(i for m in members for i in m) != list(range(len(fp32))):
-            raise fail(path, "param groups and flat partitions differ", f"{len(fp32)} partitions", str(members))
-    kind = "zero" if "zero_stage" in entries else "bf16"
-    paddings = _ints(path, "group_paddings", entries.get("group_paddings"), len(fp32))
-    alignments = entries.get("param_alignment_paddings")
+        saved_counts = saved_count if isinstance(saved_count, list) else [saved_count] * len(fp32)
+        counts = tuple(positive(path, "partition_count", number) for number in saved_counts)
+        count = max(counts, default=1)
+        if len(counts) != len(fp32):
+            raise fail(path, "entry 'partition_count' is malformed", f"{len(fp32)} numbers", f"{len(counts)}")
+    paddings = [0] * len(fp32) if is_stage3 else _ints(path, "group_paddings", entries.get("group_paddings"), len(fp32))
     partitions = []
-    for g, tensor in enumerate(fp32):
-        padded = tensor.numel + paddings[g] if kind == "zero" else tensor.numel
-        alignment = _alignment(path, alignments, g)
-        partitions.append(_partition(path, archive, g, tensor, states.get(g, {}), padded, alignment))
+    for number, tensor in enumerate(fp32):
+        padded = tensor.numel + paddings[number] if kind == "zero" else tensor.numel
+        alignment = None if is_stage3 else _alignment(path, entries.get("param_alignment_paddings"), number)
+        partitions.append(_partition(path, archive, number, tensor, states.get(number, {}), padded, alignment))
     partitions = _with_optimizer_values(partitions, base)
-    saved = entries.get("partition_count")
-    counts = [positive(path, "partition_count", n) for n in (saved if isinstance(saved, list) else [saved] * len(fp32))]
-    if len(counts) != len(fp32):
-        raise fail(path, "entry 'partition_count' is malformed", f"{len(fp32)} numbers", f"{len(counts)}")
+    config = top.get("ds_config")
+    if kind == "zero":
+        partitions = _separate_muon_momentum(partitions, states, groups, members, counts, config)
     return OptimStates(
         path=path,
         kind=kind,
-        stage=read_stage(path, entries.get("zero_stage")) if kind == "zero" else 1,
+        stage={"zero3": 3, "bf16": 1}.get(kind) or read_stage(path, entries["zero_stage"]),
         elastic=elastic,
-        partition_count=max(counts),
-        counts=tuple(counts),
-        partitions=_separate_muon_momentum(partitions, states, groups, members, counts, top.get("ds_config"))
-        if kind == "zero"
-        else tuple(partitions),
+        partition_count=count,
+        counts=counts,
+        partitions=tuple(partitions),
         groups=groups,
         members=members,
         entries=entries,
         version=text_of(entries.get("ds_version", top.get("ds_version", "unknown"))),
-        config=top.get("ds_config"),
-    )
-
-
-def sub_groups(
-    path: str, archive: TorchArchive, top: Mapping[str, object], entries: Mapping[str, object]
-) -> OptimStates:
-    """Return the header of a stage-3 file, whose flat buffers are sub-groups."""
-    fp32 = _tensors(path, "fp32_flat_groups", entries["fp32_flat_groups"])
-    states, groups, members = torch_state(path, "optimizer_state_dict", entries.get("optimizer_state_dict"))
-    if sorted(number for m in members for number in m) != list(range(len(fp32))):
-        raise fail(path, "param groups and sub-groups differ", f"{len(fp32)} sub-groups", str(members))
-    partitions = [
-        _partition(path, archive, i, tensor, states.get(i, {}), tensor.numel, None) for i, tensor in enumerate(fp32)
-    ]
-    count = positive(path, "partition_count", entries.get("partition_count"))
-    return OptimStates(
-        path=path,
-        kind="zero3",
-        stage=3,
-        partition_count=count,
-        counts=_sub_group_counts(path, entries.get(PARTITION_GROUPS), count, len(fp32)),
-        partitions=tuple(_with_optimizer_values(partitions, entries.get("optimizer_state_dict"))),
-        groups=groups,
-        members=members,
-        entries=entries,
-        version=text_of(top.get("ds_version", "unknown")),
-        config=top.get("ds_config"),
+        config=config,
     )
 
 
@@ -293,7 +269,7 @@ def _separate_muon_momentum(
     members: Members,
     counts: Sequence[int],
     config: object,
-) -> tuple[Partition, ...]:
+) -> list[Partition]:
     """Move Muon's momentum out of the flat states: it has whole parameters, and the partition's size only by chance.
 
     A rank keeps all of each parameter that overlaps its partition (`_muon_momentum_buffer`, stage_1_and_2.py, 0.19.8);
@@ -318,7 +294,7 @@ def _separate_muon_momentum(
                 unreshardable={**partition.unreshardable, _MOMENTUM: "Muon's, of whole parameters"},
                 full_states={_MOMENTUM: value} if isinstance(value, TensorRecord) and flat and readable else {},
             )
-    return tuple(result)
+    return result
 
 
 def with_full_param_states(optim: OptimStates) -> OptimStates:

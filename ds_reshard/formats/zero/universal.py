@@ -28,7 +28,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.zero.flat import whole_placement
 from ds_reshard.formats.zero.model_states import ModelStates, section
 from ds_reshard.formats.zero.names import Listing
-from ds_reshard.formats.zero.optim_states import OptimStates, Partition, keys_of, read_stage, sub_groups, torch_state
+from ds_reshard.formats.zero.optim_states import OptimStates, Partition, keys_of, read_stage, states_in, torch_state
 from ds_reshard.formats.zero.patterns import Patterns
 from ds_reshard.model.content import SCHEDULER
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe, text_of
@@ -113,7 +113,7 @@ def _embedded_partitions(
     """Return rank 0's partitions, which ds_to_universal leaves in the file for a stage-3 checkpoint, or None."""
     if "fp32_flat_groups" not in entries:
         return None
-    partitions = sub_groups(path, archive, {}, entries).partitions
+    partitions = states_in(path, archive, {}, entries).partitions
     if len(partitions) != count:
         raise fail(path, "flat buffers do not match the model file", f"{count}", f"{len(partitions)}")
     return partitions
