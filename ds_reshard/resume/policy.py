@@ -8,7 +8,7 @@ which is what the framework does without this package.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 
 from ds_reshard.errors import ConfigError, Fault, error_of, raise_faults, wrong_value
@@ -178,6 +178,20 @@ def differences(said: Sequence[Mapping[str, object]], *, where: str, mend: str) 
             found = ", ".join(f"{value} on {_named(numbers)}" for value, numbers in others)
             what = "differs between ranks"
             faults.append(ConfigError.fault(f"{where}: {key}", what, wanted, found, mend=mend))
+    return faults
+
+
+def hyperparameter_faults(policy: ResumePolicy, known: Set[str], *, of_schedule: Sequence[str]) -> list[Fault]:
+    """A fault for each hyper-parameter of the policy that this run does not know, or that its schedule sets."""
+    settable, faults = sorted(known.difference(of_schedule)), []
+    for name in policy.hyperparameters:
+        what, mend = "is not a hyper-parameter of this run", f"name some of: {', '.join(settable)}"
+        if name in of_schedule:
+            what, mend = "belongs to the schedule", "leave it out and add --override-opt-param-scheduler"
+        elif name == "loss_scale":
+            what, mend = "is not used by this run, which has no loss scale", "leave it out"
+        if name not in settable:
+            faults.append(ConfigError.fault(f"--override-optim-hparams {name}", what, mend=mend))
     return faults
 
 

@@ -50,8 +50,9 @@ from ds_reshard.model.content import MASTER, STEPS, WEIGHT
 from ds_reshard.model.facts import ScalarTensor, number_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Region
+from ds_reshard.model.region import Region, Shape
 from ds_reshard.operations.filling import fill
+from ds_reshard.operations.matching import TRAINED, choose_source, match_tensors
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import Steps, agree, attempt, file_faults, rank, same_files, unseen_faults, world_size
 from ds_reshard.operations.source import find_listing, open_checkpoint
@@ -62,8 +63,8 @@ from ds_reshard.resume.report import unwritable
 
 Base = tuple[object, str, bool, object]
 MODEL = "build the model that was saved: compare the arguments of both runs"
+STATES = "train the parameters that the saving run has trained, or add --no-load-optim"
 _TP, _PP, _EP = (f"{name}_model_parallel_size" for name in ("tensor", "pipeline", "expert"))
-_SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -257,7 +258,13 @@ def take(load: Load, arguments: Namespace, models: object, announced: Sequence[F
     steps.raise_first(said)
     assert taken is not None
     told = [cast("tuple[frozenset[str], frozenset[str]]", one.value) for one in said]
-    raise_faults(_left_over(taken, *(frozenset().union(*names) for names in zip(*told, strict=True))), subject=subject)
+    has, trains = (dict.fromkeys(frozenset().union(*names)) for names in zip(*told, strict=True))
+    placed = taken.source.layout.placements
+    faults = match_tensors(has, {key.name: None for key in placed if key.kind == WEIGHT}, mend=MODEL)
+    if taken.shares is not None:
+        trained = {key.name: None for key in placed if key.kind != WEIGHT}
+        faults += match_tensors(trains, trained, words=TRAINED, mend=STATES)
+    raise_faults(faults, subject=subject)
     agree(experts_differ(taken.groups(), folder) if wanted and not apart else (), subject=subject)
     load.read_in_place = True
     return taken
@@ -404,21 +411,6 @@ def _refuse_left_over(arguments: Namespace) -> None:
         raise_faults([fault], subject="resuming by URL")
 
 
-def _left_over(taken: Taken, weights: frozenset[str], trained: frozenset[str]) -> Iterator[Fault]:
-    """Tensors that no rank of this run has, and parameters that are trained in one of the two runs alone."""
-    layout, folder = taken.source.layout, taken.saved.folder
-    for name in sorted({key.name for key in layout.placements if key.kind == WEIGHT} - weights):
-        what = "is in the checkpoint, and no rank of this run has such a tensor"
-        yield ModelMismatch.fault(name, what, "the tensors of this run", folder, mend=MODEL)
-    if taken.shares is not None:
-        saved = {key.name for key in layout.placements if key.kind != WEIGHT}
-        for name in sorted(saved ^ trained):
-            sides = ("the checkpoint", "this run")
-            sides = sides if name in saved else (sides[1], sides[0])
-            what = f"is trained in {sides[0]}, and not in {sides[1]}"
-            yield ModelMismatch.fault(name, what, mend="train the same parameters, or add --no-load-optim")
-
-
 def _planned(
     saved: Saved,
     source: Checkpoint,
@@ -433,14 +425,23 @@ def _planned(
     shares = shares_of(load.optimizer, pieces) if wanted else None
     kinds = kinds_read(source, load.policy, load.optimizer, faults) if wanted else ()
     weights, states = Reads(), Reads()
-    fitting = set[str]()
+    own, there = dict[str, Shape](), dict[str, Shape]()
     for number, piece in enumerate(pieces):
-        key = _weight(source, piece, faults)
-        if key is not None and _fits(source, key, piece, saved, run, faults):
-            fitting.add(piece.name)
-            weights.read(source, key, piece, (0, piece.tensor.numel()), str(number), element_type(piece.tensor.dtype))
+        keys = [TensorKey(name=piece.name, kind=kind) for kind in (WEIGHT, MASTER)]
+        placed = {key.kind: source.layout[key] for key in keys if key in source.layout}
+        own[piece.name] = piece.shape
+        if WEIGHT not in placed:
+            continue
+        shape = placed[WEIGHT].shape
+        there[piece.name] = piece.shape if _is_padded(shape, piece, saved, run, faults) else shape
+        dtype, types = element_type(piece.tensor.dtype), {kind: one.dtype for kind, one in placed.items()}
+        kind = choose_source(piece.name, dtype, types, faults, casts=True, mend=MODEL)
+        if kind is not None and there[piece.name] == piece.shape:
+            key = keys[0]._replace(kind=kind)
+            weights.read(source, key, piece, (0, piece.tensor.numel()), str(number), dtype)
+    faults += match_tensors(own, there, mend=MODEL)
     for number, share in enumerate(shares or ()):
-        for kind in kinds if share.piece.name in fitting else ():
+        for kind in kinds if there.get(share.piece.name) == share.piece.shape else ():
             key = TensorKey(name=share.piece.name, kind=kind)
             key = key if key in source.layout else key._replace(kind=WEIGHT)
             if _apart(share, kind):
@@ -521,42 +522,14 @@ def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faul
     return (MASTER, *(sorted(of_run) if policy.loads_moments else ()))
 
 
-def _weight(source: Checkpoint, piece: Piece, faults: list[Fault]) -> TensorKey | None:
-    """The saved tensor that a weight is read from: of its own type, else its master, else one that it holds exactly."""
-    keys = [TensorKey(name=piece.name, kind=kind) for kind in (WEIGHT, MASTER)]
-    there = {key: source.layout[key].dtype for key in keys if key in source.layout}
-    if keys[0] not in there:
-        what = "is a tensor of this run, and the checkpoint has none of that name"
-        faults.append(ModelMismatch.fault(piece.name, what, "that name", source.folder, mend=MODEL))
-        return None
-    wanted = element_type(piece.tensor.dtype)
-    for key, dtype in there.items():
-        if dtype is wanted:
-            return key
-    narrower = wanted in _SIXTEEN and any(dtype is ElementType.FLOAT32 for dtype in there.values())
-    if narrower:
-        return next(key for key, dtype in there.items() if dtype is ElementType.FLOAT32)
-    if wanted is ElementType.FLOAT32 and there[keys[0]] in _SIXTEEN:
-        return keys[0]
-    types = there[keys[0]].label, wanted.label
-    faults.append(ModelMismatch.fault(piece.name, "is of another type in the checkpoint", *types, mend=MODEL))
-    return None
-
-
-def _fits(
-    source: Checkpoint, key: TensorKey, piece: Piece, saved: Saved, run: Mapping[str, object], faults: list[Fault]
-) -> bool:
-    """Whether the shapes are the same, but for the rows that pad the vocabulary."""
-    shape, mine = source.layout[key].shape, piece.shape
-    if shape == mine:
-        return True
-    what, mend = "has another shape in the checkpoint", MODEL
-    if piece.padded and shape[1:] == mine[1:]:
-        if same_vocabulary(shape[0], mine[0], (saved.arguments, run), _tokens()):
-            return True
+def _is_padded(shape: Shape, piece: Piece, saved: Saved, run: Mapping[str, object], faults: list[Fault]) -> bool:
+    """Whether other rows than were saved pad the same vocabulary; a fault is added if they are of another one."""
+    if not piece.padded or shape[1:] != piece.shape[1:]:
+        return False
+    if shape != piece.shape and not same_vocabulary(shape[0], piece.shape[0], (saved.arguments, run), _tokens()):
         what, mend = _OTHER_VOCABULARY
-    faults.append(ModelMismatch.fault(piece.name, what, str(list(shape)), str(list(mine)), mend=mend))
-    return False
+        faults.append(ModelMismatch.fault(piece.name, what, str(list(piece.shape)), str(list(shape)), mend=mend))
+    return True
 
 
 _OTHER_VOCABULARY = (

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout
+from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.execution.states import Samples
 from ds_reshard.hosts.megatron.groups import BOUNDS, OF_SCHEDULE, bounds
 from ds_reshard.hosts.megatron.live import Group, Optimizer, TorchOptimizer, as_number, leaves, live_groups
-from ds_reshard.resume.megatron import OVERRIDE, mismatch
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.megatron import mismatch
+from ds_reshard.resume.policy import ResumePolicy, hyperparameter_faults
 
 _REMEMBERED = "_ds_reshard_groups"
 _LOADED = "_ds_reshard_loaded"
@@ -131,24 +131,20 @@ def group_differences(
     return [fault for fault in faults if (fault.expected, fault.found) not in known]
 
 
-def hyperparameter_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
-    """A ConfigError fault for each name that this run has no value of, or that belongs to the schedule."""
+def policy_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
+    """A fault for each hyper-parameter that this run has no value of, and if masters cannot be kept without moments."""
     parts = leaves(optimizer)
-    held = {name for part in parts for group in live_groups(part) for name in group}
-    faults = []
-    for name in policy.hyperparameters:
-        if name in ("lr", "max_lr", "min_lr"):
-            what, mend = "belongs to the schedule", f"leave it out and add {OVERRIDE}"
-        elif not parts:  # no parameters on this rank; the others say what there is
-            continue
-        elif name == "loss_scale" and all(getattr(part, "grad_scaler", None) is None for part in parts):
-            what, mend = "is not used by this run, which has no loss scale", "leave it out"
-        elif name in ENGINE_WIDE or name in held - {"params", "step", "default_config"}:
-            continue
-        else:
-            known = sorted({*ENGINE_WIDE, *held} - {"params", "step", "default_config", "lr", "max_lr", "min_lr"})
-            what, mend = "is not a hyper-parameter of this run", f"name some of: {', '.join(known)}"
-        faults.append(ConfigError.fault(f"--override-optim-hparams {name}", what, mend=mend))
+    known = {*ENGINE_WIDE, *(name for part in parts for group in live_groups(part) for name in group)}
+    known -= {"params", "step", "default_config"}
+    if all(getattr(part, "grad_scaler", None) is None for part in parts):
+        known.discard("loss_scale")
+    if not any(map(live_groups, parts)):  # no parameters on this rank; the others say what there is
+        known.update(policy.hyperparameters)
+    faults = hyperparameter_faults(policy, known, of_schedule=("lr", "max_lr", "min_lr"))
+    if policy.optimizer == "masters" and any(hasattr(part.optimizer, "sub_optimizers") for part in parts):
+        what = "is not supported with --optimizer-cpu-offload, whose optimizers keep copies of the states"
+        mend = "leave out one of --load-masters-only and --optimizer-cpu-offload"
+        faults.append(UnsupportedLayout.fault("--load-masters-only", what, mend=mend))
     return faults
 
 
@@ -170,17 +166,6 @@ def _copy(source: Group, target: Group, names: Iterable[str]) -> None:
 
 _MASTERS = ("master_param",)
 """States that are weights: where Transformer Engine's FusedAdam keeps masters (`--use-precision-aware-optimizer`)."""
-
-
-def masters_faults(optimizer: object, policy: ResumePolicy) -> list[Fault]:
-    """A fault where masters cannot be kept without the moments: the optimizer keeps copies of both elsewhere."""
-    if policy.optimizer != "masters" or not any(
-        hasattr(part.optimizer, "sub_optimizers") for part in leaves(optimizer)
-    ):
-        return []
-    what = "is not supported with --optimizer-cpu-offload, whose optimizers keep copies of the states"
-    mend = "leave out one of --load-masters-only and --optimizer-cpu-offload"
-    return [UnsupportedLayout.fault("--load-masters-only", what, mend=mend)]
 
 
 def fresh_moments(optimizer: Optimizer) -> None:

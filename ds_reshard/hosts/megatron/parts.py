@@ -25,11 +25,10 @@ from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.group_values import (
     fresh_moments,
     group_differences,
-    hyperparameter_faults,
     is_loaded,
-    masters_faults,
     note_loaded,
     place_steps,
+    policy_faults,
     remember,
     remembered,
     restore_groups,
@@ -243,8 +242,7 @@ def load_optimizer(optimizer: Optimizer, original: Callable[[object], object], s
     load = current() or _own_load(optimizer, None, scheduler_of(optimizer))
     policy, run = load.policy, run_groups(optimizer)
     if load.own_loop:
-        wrong = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
-        raise_faults(wrong, subject="resuming the optimizer")
+        raise_faults(policy_faults(optimizer, policy), subject="resuming the optimizer")
     faults, saved, order = matched_groups(optimizer, state_dict, load)
     scheduler = scheduler_of(optimizer)
     takes_saved = load.own_loop and getattr(scheduler, _ASKED_CHECKPOINT, False)

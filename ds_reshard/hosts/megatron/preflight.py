@@ -31,7 +31,7 @@ from ds_reshard.errors import (
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
 from ds_reshard.hosts.megatron.direct import Taken, decided_by, kinds_read, random_kept, same_vocabulary
-from ds_reshard.hosts.megatron.group_values import hyperparameter_faults, masters_faults
+from ds_reshard.hosts.megatron.group_values import policy_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
 from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
@@ -169,8 +169,7 @@ class _Forecasting:
         chain, unread, _ = attempt(lambda: chain_of(saved.common.get("optimizer"), saved.objects))
         raise_faults(unread if self.wanted else [], subject=f"loading {saved.folder}")
         groups = _ComingOptimizer(arguments, [group for groups in chain or () for group in groups])
-        faults = hyperparameter_faults(groups, policy) if chain else []
-        raise_faults([*faults, *masters_faults(groups, policy)], subject="resume policy")
+        raise_faults(policy_faults(groups, policy), subject="resume policy")
         tokens = self._tokens(arguments)
         own_adam = self.wanted and _own_adam(arguments)
         if own_adam:

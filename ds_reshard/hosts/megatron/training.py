@@ -51,9 +51,8 @@ from ds_reshard.hosts.megatron.group_values import (
     changed_moments,
     fresh_moments,
     group_differences,
-    hyperparameter_faults,
-    masters_faults,
     note_loaded,
+    policy_faults,
     run_groups,
 )
 from ds_reshard.hosts.megatron.groups import with_sharded_groups
@@ -111,8 +110,7 @@ def load_checkpoint(call: Call) -> Result:
 
 def _load(load: Load, call: Call, arguments: Namespace) -> Result:
     policy, optimizer = load.policy, load.optimizer
-    announced = [*hyperparameter_faults(optimizer, policy), *masters_faults(optimizer, policy)]
-    announced += announced_faults(policy, arguments)
+    announced = [*policy_faults(optimizer, policy), *announced_faults(policy, arguments)]
     tell_megatron(policy, arguments)
     with in_force(load):
         load.taken = take(load, arguments, call["ddp_model"], announced)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import reduce
 from operator import and_
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import ConfigError, Fault, ModelMismatch
+from ds_reshard.errors import ConfigError, Fault
 from ds_reshard.formats.megatron.torch_dist import is_state, saved_tensors
-from ds_reshard.hosts.megatron.direct import MODEL, other_vocabulary
+from ds_reshard.hosts.megatron.direct import MODEL, STATES, other_vocabulary
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import renumbered
+from ds_reshard.operations.matching import OTHER_SHAPE, TENSORS, TRAINED, match_tensors
 from ds_reshard.operations.ranks import attempt, broadcast, gather, rank
 
 if TYPE_CHECKING:
@@ -32,15 +32,6 @@ def vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
     return []
 
 
-_STATES = "train the parameters that the saving run has trained, or add --no-load-optim"
-_LOST = (
-    ("is in the checkpoint, and no rank of this run has such a tensor", MODEL),
-    ("is in the checkpoint, and no rank of this run trains such a parameter", _STATES),
-)
-_LACKING = (
-    ("is a tensor of this run, and the checkpoint has none of that name", MODEL),
-    ("is a state of a parameter that this run trains, and the checkpoint has none of that name", _STATES),
-)
 _LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to leave it as it was built"
 
 
@@ -63,26 +54,18 @@ def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -
     told = gather((without, sorted(own - set(there)), "optimizer" in asked))
     left = reduce(and_, (one[0] for one in told))
     with_states = any(one[2] for one in told)
-    lost = [name for number, name in enumerate(there) if left >> number & 1]
-    lost = [name for name in lost if with_states or not is_state(name)]
-    lacking = sorted({name for one in told for name in one[1]})
-    passed = strictness.startswith("log_") or strictness == "ignore_all"
-    if load.policy.finetune and lost:
-        load.warnings.append("; ".join(f"{name}: {_LOST[0][0]}" for name in lost))
-    if load.policy.finetune and lacking and passed:
-        load.warnings.append("; ".join(f"{name}: {_LACKING[0][0]}" for name in lacking))
-    sides = "the tensors of this run", load.where
-    faults = [] if load.policy.finetune else [_other(name, _LOST, *sides) for name in lost]
-    if not (load.policy.finetune and passed):
-        faults += [_other(name, _LACKING, "that name", load.where) for name in lacking]
-    if load.policy.finetune:
-        return [replace(fault, mend=_LOG) for fault in faults]
+    lost = {name for number, name in enumerate(there) if left >> number & 1 and (with_states or not is_state(name))}
+    lacking = {name for one in told for name in one[1]}
+    passed, finetune = strictness.startswith("log_") or strictness == "ignore_all", load.policy.finetune
+    faults = []
+    for words, mend, of_states in ((TENSORS, MODEL, False), (TRAINED, STATES, True)):
+        sides = ({name: None for name in names if is_state(name) is of_states} for names in (lacking, lost))
+        faults += match_tensors(*sides, words=words, mend=_LOG if finetune else mend)
+    if finetune:
+        warned = [one for one in faults if passed or one.where in lost]
+        load.warnings += ["; ".join(f"{one.where}: {one.what}" for one in warned)] if warned else []
+        return [one for one in faults if one not in warned]
     return [fault for fault in faults if not is_state(fault.where)] or faults
-
-
-def _other(name: str, said: tuple[tuple[str, str], tuple[str, str]], expected: str, found: str) -> Fault:
-    what, mend = said[is_state(name)]
-    return ModelMismatch.fault(name, what, expected, found, mend=mend)
 
 
 def _keys(asked: Mapping[object, object]) -> set[str]:
@@ -115,16 +98,10 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
         buffers, kept = dict(model.named_buffers(remove_duplicate=False)), model.state_dict(keep_vars=True)
         own |= {name: one for name, one in buffers.items() if name in kept and _is_weight(one)}
         known = own | buffers
-        for name in sorted(own.keys() - told.keys()):
-            what = "is a tensor of this run, and the checkpoint has none of that name"
-            names.append(ModelMismatch.fault(name, what, "that name", load.where, mend=MODEL))
-        for name in sorted(told.keys() - known.keys()):
-            what = "is in the checkpoint, and this run has no such tensor"
-            names.append(ModelMismatch.fault(name, what, "the tensors of this run", load.where, mend=MODEL))
-        for name in sorted(told.keys() & own.keys()):
-            sides = [str(list(one.shape)) for one in (told[name], own[name])]
-            if sides[0] != sides[1]:
-                shapes.append(ModelMismatch.fault(name, "has another shape in the checkpoint", *sides, mend=MODEL))
+        kept = {name: one.shape for name, one in told.items() if name in own or name not in known}
+        faults = match_tensors({name: one.shape for name, one in own.items()}, kept, mend=MODEL)
+        shapes += [fault for fault in faults if fault.what == OTHER_SHAPE]
+        names += [fault for fault in faults if fault.what != OTHER_SHAPE]
     if names and load.policy.finetune and load.found is not None:
         shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(get_args()), load.where)
     if load.policy.finetune and names:

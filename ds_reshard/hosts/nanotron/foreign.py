@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    CheckpointNotFound,
-    Fault,
-    ModelMismatch,
-    ReadFailed,
-    UnsupportedLayout,
-    raise_faults,
-)
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout, raise_faults
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.execution.fingerprint import fingerprint_of
@@ -35,11 +27,12 @@ from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.live import ParallelContext, experts_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, Content, TensorSource
+from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, WEIGHT, Content, TensorSource
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape, regions_of
 from ds_reshard.operations.filling import fill
+from ds_reshard.operations.matching import choose_source, match_tensors
 from ds_reshard.operations.name_map import asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import (
@@ -63,7 +56,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 logger = logging.getLogger("ds_reshard")
-_SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 _NAMES = 'build the model that was saved, or name its parameters: DS_RESHARD_SETTINGS=\'{"names": "map.json"}\''
 _OWN = "ds-reshard convert {folder} OUT --to nanotron --like STEP_OF_THE_COMING_RUN"
 
@@ -227,7 +219,10 @@ class Module(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Weight:
+    """A weight of this rank, and the name under which the checkpoint has it."""
+
     name: str
+    saved: str
     tensor: torch.Tensor
     parameter: torch.Tensor
     shape: Shape
@@ -247,13 +242,24 @@ def load_weights(call: Call) -> object:
     same_policy(load.policy, world, subject=subject)
     given = cast("Mapping[str, torch.Tensor] | None", call.arguments.get("filtered_state_dict"))
     model = cast(Module, call["model"])
-    weights = run_on_all(lambda: list(_weights(model, given)), world, subject=subject)
-    planned, faults, cause = attempt(lambda: _plan(foreign, weights, context))
-    copies, found = planned or ([], [])
-    names = {name for of_rank in gather([one.name for one in weights], world) for name in of_rank}
-    if given is None:
-        faults += [*_left_over(foreign, names), *_wanted_later(load, foreign)]
-    agree([*faults, *found], world, subject=subject, cause=cause)
+    weights = run_on_all(lambda: list(_weights(model, given, foreign.content.tied)), world, subject=subject)
+    shapes = {
+        name: shape
+        for of_rank in gather({one.saved: one.shape for one in weights}, world)
+        for name, shape in of_rank.items()
+    }
+    content = foreign.content
+    wanted = {
+        name: one.shape
+        for name, one in content.weights.items()
+        if name in shapes or (given is None and name not in content.buffers)
+    }
+    faults = match_tensors(shapes, wanted, mend=_NAMES)
+    fitting = [one for one in weights if wanted.get(one.saved) == one.shape]
+    planned, found, cause = attempt(lambda: _plan(foreign, fitting, context))
+    copies, others = planned or ([], [])
+    later = _wanted_later(load, foreign) if given is None else []
+    agree([*faults, *found, *others, *later], world, subject=subject, cause=cause)
     import torch.distributed as dist
 
     replica = dist.get_rank(context.dp_cp_pg)
@@ -283,7 +289,7 @@ def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
     return made
 
 
-def _weights(model: Module, given: Mapping[str, torch.Tensor] | None) -> Iterator[_Weight]:
+def _weights(model: Module, given: Mapping[str, torch.Tensor] | None, tied: Mapping[str, str]) -> Iterator[_Weight]:
     """The parameters of this rank, a tied one under the name that nanotron saves it by (`load_weights`)."""
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     prefixes[id(model)] = ""
@@ -293,58 +299,30 @@ def _weights(model: Module, given: Mapping[str, torch.Tensor] | None) -> Iterato
         if getattr(parameter, "is_tied", False):
             own = parameter.get_tied_info().get_full_name_from_module_id_to_prefix(prefixes)  # type: ignore[attr-defined]
         shape, _ = tiles_of_parameter(own, parameter)
-        yield _Weight(name=own, tensor=tensor, parameter=parameter, shape=shape)
+        yield _Weight(name=own, saved=tied.get(own, own), tensor=tensor, parameter=parameter, shape=shape)
 
 
 def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> tuple[list[Copy], list[Fault]]:
     """The copies that fill this rank's weights, and everything that is wrong with them."""
     copies: list[Copy] = []
-    faults = experts_of(context.expert_parallel_size)
+    faults, content = experts_of(context.expert_parallel_size), foreign.content
     shards, masters = foreign.source.shards(), set[str]()
     for number, one in enumerate(weights):
-        key, fault = _source_of(foreign, one)
-        if key is None:
-            faults += fault
+        dtype = element_type(one.tensor.dtype)
+        keys = [TensorKey(name=one.saved, kind=kind) for kind in (WEIGHT, MASTER)]
+        saved = {key.kind: content.tensors[key] for key in keys if key in content.tensors}
+        mend = f"model.dtype: {saved[WEIGHT].dtype.label}, or {_OWN.format(folder=foreign.folder)}"
+        types = {kind: tensor.dtype for kind, tensor in saved.items()}
+        kind = choose_source(one.name, dtype, types, faults, casts=False, mend=mend)
+        if kind is None:
             continue
+        key = saved[kind].origin
         masters |= {key.name} if key.kind == MASTER else set()
-        dtype, (shape, parts) = element_type(one.tensor.dtype), tiles_of_parameter(one.name, one.parameter)
+        shape, parts = tiles_of_parameter(one.name, one.parameter)
         for region, first in regions_of(shape, parts, 0, one.tensor.numel()):
             copies += copies_of(shards.index, key, region, buffer=str(number), element_offset=first, dtype=dtype)
     faults += unproved(foreign.source, masters) if masters else ()
     return copies, [*faults, *shards.index.faults, *shards.compare()]
-
-
-def _source_of(foreign: Foreign, one: _Weight) -> tuple[TensorKey | None, list[Fault]]:
-    """The saved tensor that a weight is read from, cast only where it is a 16-bit weight's own fp32 master."""
-    content = foreign.content
-    name = content.tied.get(one.name, one.name)
-    held = content.weights.get(name)
-    if held is None:
-        what = "is a parameter of this run, and the checkpoint has none of that name"
-        return None, [ModelMismatch.fault(one.name, what, "that name", foreign.folder, mend=_NAMES)]
-    if held.shape != one.shape:
-        what, shapes = "has another shape in the checkpoint", (str(list(held.shape)), str(list(one.shape)))
-        return None, [ModelMismatch.fault(one.name, what, *shapes, mend="build the model that was saved")]
-    wanted = element_type(one.tensor.dtype)
-    master = content.tensors.get(TensorKey(name=name, kind=MASTER))
-    for saved in (held, master):
-        if saved is not None and saved.dtype is wanted:
-            return saved.origin, []
-    if master is not None and wanted in _SIXTEEN:
-        return master.origin, []
-    what = "is of a type that was not saved, and is no master of it"
-    types = ", ".join(dict.fromkeys(saved.dtype.label for saved in (held, master) if saved is not None))
-    mend = f"model.dtype: {held.dtype.label}, or {_OWN.format(folder=foreign.folder)}"
-    return None, [ModelMismatch.fault(one.name, what, types, wanted.label, mend=mend)]
-
-
-def _left_over(foreign: Foreign, names: set[str]) -> Iterator[Fault]:
-    """Parameters that no rank of this run has; buffers are no parameters."""
-    content = foreign.content
-    known = {content.tied.get(name, name) for name in names}
-    for name in sorted(set(content.weights) - known - content.buffers):
-        what = "is in the checkpoint, and no rank of this run has such a parameter"
-        yield ModelMismatch.fault(name, what, "the parameters of this run", foreign.folder, mend=_NAMES)
 
 
 def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:

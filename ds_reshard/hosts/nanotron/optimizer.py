@@ -11,13 +11,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from math import prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.digests import digest
 from ds_reshard.errors import (
     CheckpointDamaged,
-    ConfigError,
     Fault,
     ModelMismatch,
     ParamGroupMismatch,
@@ -58,10 +56,11 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
+from ds_reshard.operations.matching import TRAINED, match_tensors
 from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, run_on_all, same_files
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
-from ds_reshard.resume.policy import ResumePolicy
+from ds_reshard.resume.policy import ResumePolicy, hyperparameter_faults
 from ds_reshard.resume.report import EQUAL_TO_WEIGHTS, batch_size_warning, because
 
 if TYPE_CHECKING:
@@ -127,7 +126,9 @@ def load_optimizer(call: Call) -> None:
     foreign = foreign_of(load, folder, context.world_pg)
 
     def look() -> tuple[Live, NanotronListing, Metadata | None]:
-        raise_faults(_unknown(memory, policy), subject="resume policy")
+        known = {*_ALWAYS_THIS_RUNS, *(name for group in memory.run for name in group)}
+        faults = hyperparameter_faults(policy, known, of_schedule=("lr", "initial_lr"))
+        raise_faults(faults, subject="resume policy")
         listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
         return live_of(optimizer, context), listing, read_metadata(listing)[0] if foreign is None else None
 
@@ -249,40 +250,17 @@ def _settle(live: Live, memory: Memory, policy: ResumePolicy) -> None:
         group.update({name: run[name] for name in taken if name in run})
 
 
-def _unknown(memory: Memory, policy: ResumePolicy) -> list[Fault]:
-    held = {name for group in memory.run for name in group}
-    faults = []
-    for name in policy.hyperparameters:
-        where = f"--override-optim-hparams {name}"
-        if name in ("lr", "initial_lr"):
-            what, mend = "belongs to the schedule", "leave it out and add --override-opt-param-scheduler"
-        elif name in held or name in _ALWAYS_THIS_RUNS:
-            continue
-        else:
-            known = ", ".join(sorted({*held, *_ALWAYS_THIS_RUNS} - {"lr", "initial_lr"}))
-            what, mend = "is not a hyper-parameter of this run", f"name some of: {known}"
-        faults.append(ConfigError.fault(where, what, mend=mend))
-    return faults
-
-
 def state_dict_to_device(call: Call) -> object:
     """The trainer moves loaded states in its first step: there are none where the optimizer was asked to begin anew."""
     return call() if call["state_dict"]["state"] else None
 
 
 def findings(live: Live, checkpoint: Saved, policy: ResumePolicy) -> Iterator[Fault]:
-    """What does not fit of what this rank trains: names, shapes, kinds of states, element types, masters, groups."""
+    """What does not fit of what this rank trains: kinds of states, element types, masters, groups."""
     states = checkpoint.states
-    lacking = [name for name in live.held if name not in states]
-    if lacking:
-        what = "has no optimizer states of parameters of this run"
-        yield _mismatch(checkpoint.folder, what, "states of each", some(lacking))
     for name, held in live.held.items():
         if name not in states:
             continue
-        shape = checkpoint.shapes[name]
-        if shape != held.shape:
-            yield _mismatch(name, "has another shape", str(list(shape)), str(list(held.shape)))
         yield from unlike(live, held, {kind: one.dtype for kind, one in states[name].items()}, policy)
         if checkpoint.foreign is not None and policy.loads_moments:
             yield from _lacks(checkpoint, name)
@@ -343,19 +321,6 @@ def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
                 for tiles in (then, held.tiles)
             )
             yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
-
-
-def left_over(checkpoint: Saved, shapes: Mapping[str, Shape]) -> Iterator[Fault]:
-    """Parameters that no rank of this run has, and other totals; `shapes` are those of all ranks."""
-    saved = checkpoint.states
-    beyond = [name for name in saved if name not in shapes]
-    if beyond:
-        what = "has optimizer states of parameters that this run has not"
-        yield _mismatch(checkpoint.folder, what, some(beyond), "none of them")
-    total = sum(prod(checkpoint.shapes[name]) for name in saved)
-    now = sum(prod(shape) for shape in shapes.values())
-    if total != now:
-        yield _mismatch(checkpoint.folder, "is of another number of elements in all", str(total), str(now))
 
 
 def saved_group(checkpoint: Saved, names: Sequence[str]) -> list[Mapping[str, object]]:
@@ -422,7 +387,8 @@ def prepare(
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
     shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
-    found = [*before, *(found or []), *left_over(checkpoint, shapes)]
+    saved = {name: checkpoint.shapes[name] for name in checkpoint.states}
+    found = [*before, *(found or []), *match_tensors(shapes, saved, words=TRAINED, mend=_FACTORY)]
     agree([*faults, *found], live.world, subject=subject, cause=cause)
     return run_on_all(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
 
