@@ -1,4 +1,4 @@
-"""The seam of `load_optimizer`: nanotron's own where it loads its own file, else every state from where it lies.
+"""The seam of `load_optimizer`: every state from where it lies, whatever the saving run's layout was.
 
 Rung 3 of the ladder (a function that serialize and the trainer import by name): nanotron publishes no extension point,
 and the methods below take a state dict that is complete (serialize/optimizer.py, commit 2411b02).
@@ -24,14 +24,13 @@ from ds_reshard.errors import (
     raise_faults,
 )
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
-from ds_reshard.execution.checksums import compare_records
 from ds_reshard.execution.states import has_moments
-from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, NanotronShards, open_checkpoint
+from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
 from ds_reshard.formats.nanotron.door import OpenedNanotron
 from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, read_listing
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, SavedGroup
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
 from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, TrainedPart, experts_of, live_of
@@ -141,14 +140,9 @@ def load_optimizer(call: Call) -> None:
     states: States | None = None
     if policy.loads_masters:
         found += experts_of(live.topology.exp)
-        if foreign is not None:
-            opened = partial(_of_foreign, foreign, masters=live.accumulator is not None)
-            saved, states = _reshard(load, live, opened, found, call.arguments.get("map_location"))
-        elif any(gather(bool(found), live.world)) or _takes_over(live, listing, metadata, policy):
-            saved, states = _reshard(load, live, partial(_open, listing), found, call.arguments.get("map_location"))
-        else:
-            run_on_all(call, live.world, subject=f"loading {folder}")
-            saved = list(values_of(live.base.param_groups))
+        masters = live.accumulator is not None
+        opened = partial(_open, listing) if foreign is None else partial(_of_foreign, foreign, masters=masters)
+        saved, states = _reshard(load, live, opened, found, call.arguments.get("map_location"))
         memory.decayed = True
     else:
         agree(found, live.world, subject=f"loading {folder}")
@@ -187,51 +181,6 @@ def _reshard(
 
     run_on_all(put, live.world, subject=subject)
     return saved, states
-
-
-def _takes_over(live: Live, listing: NanotronListing, metadata: Metadata | None, policy: ResumePolicy) -> bool:
-    """Whether nanotron's own way would not load this, or not as asked. Collective: one answer for all ranks."""
-    same = metadata is not None and (listing.topology, metadata.dp, metadata.cp) == (live.topology, live.dp, live.cp)
-    ready = same and policy.loads_moments and policy.scheduler != "strict"  # which compares param groups by names
-    if not all(gather(ready, live.world)):
-        return True
-    subject = f"loading {listing.folder}"
-    with same_files(live.world, subject=subject):
-        own = run_on_all(lambda: _own(live, listing), live.world, subject=subject)
-    return any(gather(not _fits(live, own, policy), live.world))
-
-
-def _own(live: Live, listing: NanotronListing) -> OptimizerFile:
-    """This rank's own file, of the same save as the first of its stage, the schedulers and the weights.
-
-    Each byte of its tensors is checked: torch.load, which nanotron reads it with, compares no checksum.
-    """
-    checkpoint = open_checkpoint(listing)
-    shards, shard = NanotronShards(checkpoint=checkpoint), live.topology.shard(live.rank)
-    extents = shards.buffers(OPTIM, shard)
-    raise_faults([*shards.compare(), *other_cuts(live, checkpoint)], subject=f"checkpoint {listing.folder}")
-    records = dict.fromkeys(extent.record for extent in extents.values() if extent.record.crc32 is not None)
-    raise_faults(compare_records(records), subject=f"checkpoint {listing.folder}")
-    return shards.opened[shard]
-
-
-def _fits(live: Live, own: OptimizerFile, policy: ResumePolicy) -> bool:
-    """Whether this rank's own file is what nanotron takes it for: it loads by number, and compares names alone.
-
-    A file without states is none: nanotron refuses it.
-    """
-    if not live.held:
-        return False
-    members = [[name for name in of_group if name in live.held] for of_group in live.groups]
-    if list(own.states) != list(live.held) or [list(group.members) for group in own.groups] != members:
-        return False
-    for name, held in live.held.items():
-        kinds = own.states[name]
-        if any(tensor.shape != tuple(held.tensor.shape) for tensor in kinds.values()):
-            return False
-        if any(unlike(live, held, {kind: tensor.dtype for kind, tensor in kinds.items()}, policy)):
-            return False
-    return True
 
 
 def _begin_anew(live: Live, *, masters: bool) -> None:
@@ -523,7 +472,7 @@ def _masters_left(live: Live, policy: ResumePolicy, read: States | None) -> str:
 
 
 def _holds(live: Live, read: States | None, *, masters: bool) -> bool:
-    """Whether the optimizer holds what was read of the checkpoint; what nanotron has read itself is not compared."""
+    """Whether the optimizer holds what was read of the checkpoint."""
     for (name, kind), tensor in read.tensors.items() if read is not None else ():
         own = live.held[name].tensor
         held = own if kind == MASTER else live.base.state.get(own, {}).get(kind)
