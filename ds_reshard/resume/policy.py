@@ -183,7 +183,7 @@ def differences(said: Sequence[Mapping[str, object]], *, where: str, mend: str) 
 
 def hyperparameter_faults(policy: ResumePolicy, known: Set[str], *, of_schedule: Sequence[str]) -> list[Fault]:
     """A fault for each hyper-parameter of the policy that this run does not know, or that its schedule sets."""
-    settable, faults = sorted(known.difference(of_schedule)), []
+    settable, faults = sorted(known - set(of_schedule)), []
     for name in policy.hyperparameters:
         what, mend = "is not a hyper-parameter of this run", f"name some of: {', '.join(settable)}"
         if name in of_schedule:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import or_
@@ -177,13 +177,6 @@ class Unasked(NamedTuple):
         return f"{folder}: {len(states)} states of {named(parameters)} are left out: no optimizer of this run has them"
 
 
-def join(ranks: Sequence[Unasked | None]) -> tuple[Unasked, int]:
-    """What all ranks say together, and the first that asks for states of an optimizer: it is the one to warn."""
-    told = [one or Unasked(0, 0) for one in ranks]
-    first = next((number for number, one in enumerate(told) if any(one)), 0)
-    return Unasked(reduce(or_, (one.had for one in told)), reduce(or_, (one.others for one in told))), first
-
-
 class Matched(NamedTuple):
     """Of the weights that a rank asks for, how many the checkpoint has; and every tensor that it lacks."""
 
@@ -199,12 +192,30 @@ class Matched(NamedTuple):
         weights = [key for key in others if not model or key.startswith(f"{model}.")] or tensors
         return cls(len(weights), sum(key in saved for key in weights), frozenset(tensors).difference(saved))
 
-    def joined(self, other: Matched) -> Matched:
-        return Matched(self.asked + other.asked, self.found + other.found, self.lacking | other.lacking)
 
-    @property
-    def nothing(self) -> bool:
-        return bool(self.asked) and not self.found
+def match_keys(
+    seen: Sequence[tuple[Unasked, Matched]],
+    saved: Collection[str],
+    folder: str,
+    *,
+    rank: int,
+    mend: Callable[[Sequence[str]], str],
+) -> list[str]:
+    """Return what this rank warns of: what ranks ask for and `folder` lacks, and states of parameters that none has.
+
+    `seen` is of all ranks. Raises ModelMismatch if the folder has none of the weights; `mend` says how to load them.
+    """
+    matched = [one for _, one in seen]
+    lacking, names = sorted(frozenset().union(*(one.lacking for one in matched))), sorted(saved)
+    if any(one.asked for one in matched) and not any(one.found for one in matched):
+        what = "has none of the weights that this run asks for, by their keys"
+        sides = named(lacking, "tensor"), named(names, "key")
+        raise_faults([ModelMismatch.fault(folder, what, *sides, mend=mend(lacking))], subject=f"loading {folder}")
+    states = Unasked(*(reduce(or_, bits) for bits in zip(*(one for one, _ in seen), strict=True)))
+    first = next((number for number, (one, _) in enumerate(seen) if any(one)), 0)
+    told = states.warning(names, folder) if rank == first else ""
+    stay = f"{folder} lacks {named(lacking, 'tensor')}, which stay as they are" if lacking and rank == 0 else ""
+    return [text for text in (told, stay) if text]
 
 
 @dataclass(slots=True, kw_only=True)

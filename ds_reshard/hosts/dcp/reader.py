@@ -6,7 +6,6 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
-from functools import reduce
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -44,7 +43,7 @@ from ds_reshard.execution.buffers import TensorTarget, element_type, tensor_from
 from ds_reshard.execution.checksums import PartialSum, combine, partial_sums, read_again, settle
 from ds_reshard.execution.cuda import choose
 from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.formats.dcp.entries import Matched, Unasked, join, left_out, named, optimizers
+from ds_reshard.formats.dcp.entries import Matched, Unasked, left_out, match_keys, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
@@ -52,6 +51,7 @@ from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
+from ds_reshard.operations.matching import match_tensors
 from ds_reshard.operations.progress import showing
 from ds_reshard.operations.proof import prove, unproved
 from ds_reshard.operations.ranks import agree_files, gather, gather_faults, rank
@@ -91,16 +91,17 @@ class LoadPlanner(DefaultLoadPlanner):
 
     def _faults(self) -> Iterator[Fault]:
         assert self.metadata is not None, "torch gives the metadata before it asks for a plan"
-        saved = self.metadata.state_dict_metadata
+        saved, mend = self.metadata.state_dict_metadata, "build the model that was saved"
+        wanted = {key: getattr(value, "size", None) for key, value in self.state_dict.items()}
+        if self.allow_partial_load:
+            wanted = {key: size for key, size in wanted.items() if key in saved}
+        else:
+            mend += ", or leave it out of the state dict, or LoadPlanner(allow_partial_load=True) to keep what is there"
+        run = {key: size() if callable(size) else None for key, size in wanted.items()}
+        yield from match_tensors(
+            run, {key: getattr(saved[key], "size", None) for key in run if key in saved}, mend=mend
+        )
         for key, value in self.state_dict.items():
-            if key not in saved and not self.allow_partial_load:
-                mend = "leave it out of the state dict, or LoadPlanner(allow_partial_load=True) to keep it"
-                yield ModelMismatch.fault(key, "is asked for, and the checkpoint has no such key", mend=mend)
-            told = saved.get(key)
-            size = getattr(value, "size", None)
-            if isinstance(told, TensorStorageMetadata) and callable(size) and told.size != size():
-                what, mend = "has another shape in the checkpoint", "build the model that was saved"
-                yield ModelMismatch.fault(key, what, str(list(size())), str(list(told.size)), mend=mend)
             yield from off_mesh(key, value)
 
 
@@ -468,19 +469,9 @@ class Reader(StorageReader):
         raise_faults([fault for of_rank, _, _ in everyone for fault in of_rank], subject=_SUBJECT)
         if any(names for _, _, names in everyone):
             self._agree(self._unproved([names for _, _, names in everyone]))
-        matched = reduce(Matched.joined, [one for _, (_, one), _ in everyone])
-        lacking = sorted(matched.lacking)
-        if matched.nothing:
-            what = "has none of the weights that this run asks for, by their keys"
-            there = named(sorted(saved), "key")
-            raise ModelMismatch.of(
-                self._source.folder, what, named(lacking, "tensor"), there, mend=self._renaming(lacking)
-            )
-        joined, first = join([one for _, (one, _), _ in everyone])
-        if rank(self._group) == first and (told := joined.warning(saved, self._source.folder)):
-            logger.warning(told)
-        if lacking and rank(self._group) == 0:
-            logger.warning("%s lacks %s, which stay as they are", self._source.folder, named(lacking, "tensor"))
+        seen = [one for _, one, _ in everyone]
+        for text in match_keys(seen, saved, self._source.folder, rank=rank(self._group), mend=self._renaming):
+            logger.warning("%s", text)
 
     def _unproved(self, trained: Sequence[Set[str]]) -> list[Fault]:
         """This rank's part of the proof that the masters and states that ranks read are of their parameters."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence, Set
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,8 +20,8 @@ from ds_reshard import hosts
 from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import UNSAFE
-from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ReshardError, error_of, raise_faults
-from ds_reshard.formats.dcp.entries import MODELS, Asked, Matched, Unasked, join, left_out, named, optimizers
+from ds_reshard.errors import ConfigError, ModelMismatch, ReshardError, raise_faults
+from ds_reshard.formats.dcp.entries import MODELS, Asked, Matched, Unasked, left_out, match_keys, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.model.content import WEIGHT
@@ -147,14 +147,10 @@ def _refuse_left_out(wanted: object, folder: str, group: ProcessGroup | None, *,
     mine = faults, seen or nothing
     everyone = [mine] if alone else gather(mine, group)
     raise_caused([fault for of_rank, _ in everyone for fault in of_rank], subject=f"loading {folder}", cause=cause)
-    matched = reduce(Matched.joined, [one for _, (_, one) in everyone])
-    if matched.nothing:
-        raise_faults([_unfound(wanted, matched, saved, folder)], subject=f"loading {folder}")
-    joined, first = join([one for _, (one, _) in everyone])
-    if (alone or rank(group) == first) and (told := joined.warning(saved, folder)):
-        logger.warning(told)
-    if matched.lacking and (alone or rank(group) == 0):
-        logger.warning("%s lacks %s, which stay as they are", folder, named(sorted(matched.lacking), "tensor"))
+
+    number, mend = 0 if alone else rank(group), partial(_mend, wanted, folder)
+    for text in match_keys([one for _, one in everyone], saved, folder, rank=number, mend=mend):
+        logger.warning("%s", text)
 
 
 def _matched(wanted: object, saved: Collection[str]) -> Matched:
@@ -167,12 +163,9 @@ def _matched(wanted: object, saved: Collection[str]) -> Matched:
     return Matched.of(tensors, list(optimizers(wanted)), saved, "")
 
 
-def _unfound(wanted: object, matched: Matched, saved: Collection[str], folder: str) -> Fault:
-    """That a folder has none of the weights that are asked for, and the lines that load it."""
-    what = "has none of the weights that this run asks for, by their keys"
-    sides = named(sorted(matched.lacking), "tensor"), named(sorted(saved), "key")
-    line, _, _ = attempt(lambda: _renaming(list(optimizers(wanted)), matched.lacking, folder))
-    return ModelMismatch.fault(folder, what, *sides, mend=line or "ask for the saved keys, or build the saved model")
+def _mend(wanted: object, folder: str, lacking: Sequence[str]) -> str:
+    line, _, _ = attempt(lambda: _renaming(list(optimizers(wanted)), lacking, folder))
+    return line or "ask for the saved keys, or build the saved model"
 
 
 def _renaming(asked: Sequence[Asked], lacking: Collection[str], folder: str) -> str | None:
@@ -204,9 +197,11 @@ def _refuse_unfound(wanted: object, folder: str, error: BaseException) -> None:
     """Raise ModelMismatch in place of torch's error, which names one key, where none of the weights was found."""
     found, _, _ = attempt(lambda: read_directory(folder))
     saved = [*found.tensors, *found.objects] if found is not None else []
-    matched = _matched(wanted, saved)
-    if found is not None and matched.nothing:
-        raise error_of([_unfound(wanted, matched, saved, folder)], subject=f"loading {folder}") from error
+    try:
+        seen = [(Unasked(0, 0), _matched(wanted if found is not None else {}, saved))]
+        match_keys(seen, saved, folder, rank=rank(), mend=partial(_mend, wanted, folder))
+    except ModelMismatch as unfound:
+        raise unfound from error
 
 
 def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:
