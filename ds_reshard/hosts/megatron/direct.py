@@ -538,7 +538,9 @@ _OTHER_VOCABULARY = (
 )
 
 
-def other_vocabulary(saved: Mapping[str, object], run: Mapping[str, object], where: str) -> list[Fault]:
+def other_vocabulary(
+    saved: Mapping[str, object], run: Mapping[str, object], where: str, tokens: int | None = None
+) -> list[Fault]:
     """A fault where rows of embeddings are other words: of `torch_dist` Megatron drops them, or makes them of zeros.
 
     `allow_shape_mismatch` of core/tensor_parallel/layers.py, 0.18.2 and 0.19.2.
@@ -546,7 +548,7 @@ def other_vocabulary(saved: Mapping[str, object], run: Mapping[str, object], whe
     rows, now = (held.get("padded_vocab_size") for held in (saved, run))
     if not isinstance(rows, int) or not isinstance(now, int) or rows == now:
         return []
-    if same_vocabulary(rows, now, (saved, run), _tokens()):
+    if same_vocabulary(rows, now, (saved, run), tokens or _tokens()):
         return []
     what, mend = _OTHER_VOCABULARY
     return [ModelMismatch.fault(where, what, f"{rows} rows", f"{now} rows", mend=mend)]

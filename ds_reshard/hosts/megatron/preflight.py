@@ -30,7 +30,7 @@ from ds_reshard.errors import (
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
-from ds_reshard.hosts.megatron.direct import Taken, decided_by, kinds_read, random_kept, same_vocabulary
+from ds_reshard.hosts.megatron.direct import MODEL, Taken, decided_by, kinds_read, other_vocabulary, random_kept
 from ds_reshard.hosts.megatron.group_values import policy_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
@@ -181,7 +181,8 @@ class _Forecasting:
             raise_faults(unfit, subject=f"loading {saved.folder}")
         self._open(saved, arguments, load)
         self.faults += _other_model(saved, arguments, taken=bool(self.why), optimizer=self.wanted)
-        self._compare_vocabulary(saved, tokens)
+        if self.why:  # ds_reshard fills the rows of embeddings
+            self.faults += other_vocabulary(saved.arguments, self.run, saved.folder, tokens)
         load.scheduler = _scheduler(words, arguments)
         odd = [(name, why) for name, why in UNDRAWN.items() if getattr(arguments, name, None)]
         self.notes += [f"--{name.replace('_', '-')}: {why}: rates are not foreseen" for name, why in odd]
@@ -258,16 +259,6 @@ class _Forecasting:
             )
             return None
         return tokens if isinstance(tokens, int) else None
-
-    def _compare_vocabulary(self, saved: Saved, tokens: int | None) -> None:
-        """The rows of embeddings, where ds_reshard fills them."""
-        rows, now = (held.get("padded_vocab_size") for held in (saved.arguments, self.run))
-        if not self.why or not isinstance(rows, int) or not isinstance(now, int) or rows == now:
-            return
-        if not same_vocabulary(rows, now, (saved.arguments, self.run), tokens):
-            what = "is another: the rows are no padding of the same one"
-            mend = "give the tokenizer and the sizes of the vocabulary that were saved"
-            self.faults.append(ModelMismatch.fault("the vocabulary", what, str(rows), str(now), mend=mend))
 
     def _resume(self, load: Load, saved: Saved, arguments: Namespace) -> None:
         """What the look at a checkpoint refuses, then the schedule as the load leaves it, and the report."""
@@ -352,16 +343,14 @@ def _sizes(arguments: Mapping[str, object]) -> str:
 
 def _other_model(saved: Saved, arguments: Namespace, *, taken: bool, optimizer: bool) -> Iterator[Fault]:
     """What Megatron's own comparison of both runs refuses, and other sizes of tensors."""
-    mend = "build the model that was saved: compare the arguments of both runs"
-    if not arguments.finetune:
-        said = _compared(saved, arguments, taken=taken)
-        if said:
-            yield ModelMismatch.fault(saved.folder, f"Megatron-LM refuses it: {said}", mend=mend)
+    said = _compared(saved, arguments, taken=taken) if not arguments.finetune else ""
+    if said:
+        yield ModelMismatch.fault(saved.folder, f"Megatron-LM refuses it: {said}", mend=MODEL)
     for name in _SHAPES:
         sides = saved.arguments.get(name), getattr(arguments, name, None)
         if name in saved.arguments and hasattr(arguments, name) and sides[0] != sides[1]:
             what = "is another than in the saving run: so are the model's tensors"
-            yield ModelMismatch.fault("--" + name.replace("_", "-"), what, *map(str, sides), mend=mend)
+            yield ModelMismatch.fault("--" + name.replace("_", "-"), what, *map(str, sides), mend=MODEL)
     if arguments.use_distributed_optimizer and arguments.optimizer == "sgd":  # distrib_optimizer.py, `__init__`, 0.19.2
         what = "Megatron-LM refuses it: its distributed optimizer takes Adam, and what has an init_state_fn"
         yield ConfigError.fault("--optimizer", what, mend="leave out --use-distributed-optimizer")
