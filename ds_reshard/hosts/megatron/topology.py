@@ -56,6 +56,8 @@ _FP32_SHARDS = "fp32 weights are their own masters, and Megatron-LM cannot copy 
 three loads `load_parameter_state_from_dp_reshardable` and `_from_dp_zero` alone run without `torch.no_grad`
 (core/optimizer/distrib_optimizer.py, 0.18.2 and 0.19.2).
 """
+_SGD = "Megatron-LM makes no states of SGD for torch_dist to load into"
+"""A TypeError: `init_state_fn` of SGD is None (core/optimizer/__init__.py and optimizer.py, 0.18.2 and 0.19.2)."""
 OWN_ADAM = "the distributed optimizer steps by torch's own Adam"
 _LEAST_VERSION = 3.0
 """Of a checkpoint (`checkpoint_version`): older ones order queries, keys and values otherwise."""
@@ -315,7 +317,7 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     masters = plain and optimizer and (weights[0] == "fp32") is not (weights[1] == "fp32")
     parted = [f"weights of {weights[0]} as saved, of {weights[1]} now"] * masters
     if plain and saved.whole:
-        return chains + parted
+        return [_SGD] if optimizer and _both_sgd(saved, run) else chains + parted
     if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
         return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
@@ -349,6 +351,10 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     if optimizer and views and not found and not any(map(run.get, _STATES_NOT_FILLED)):
         found.append(_FP32_SHARDS)
     return found + parted or chains
+
+
+def _both_sgd(saved: Saved, run: Mapping[str, object]) -> bool:
+    return saved.arguments.get("optimizer") == "sgd" == run.get("optimizer")
 
 
 def may_be_shifted(saved: Saved) -> bool:
@@ -425,6 +431,9 @@ _STATES_NOT_FILLED = (
 
 def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: bool) -> Iterator[Fault]:
     """The options under which a run is not filled from files here; Megatron does not do it either."""
+    if optimizer and saved.whole and _both_sgd(saved, run):
+        mend = "save it with --ckpt-format torch, or add --no-load-optim"
+        yield UnsupportedLayout.fault(saved.folder, f"cannot be loaded with the optimizer: {_SGD}", mend=mend)
     for name in (*_NOT_FILLED, *(_STATES_NOT_FILLED if optimizer else ())):
         held = [side for side, arguments in (("saved", saved.arguments), ("this run's", run)) if arguments.get(name)]
         if held:

@@ -114,6 +114,25 @@ def save(arguments: str, saves: list[dict[str, Any]], frozen: str) -> dict[str, 
     return format_jobs.save(arguments, saves)
 
 
+def save_stepped(arguments: str, saves: list[dict[str, Any]]) -> dict[str, Any]:
+    """Save after one update with gradients of zero, whatever the optimizer keeps."""
+    models, optimizer, scheduler = _setup(arguments)
+    from megatron.training import checkpointing, get_args
+
+    for one in optimizer.chained_optimizers:
+        for group in one.optimizer.param_groups:
+            for live in group["params"]:
+                live.grad = torch.zeros_like(live)
+        one.optimizer.step()
+    args = get_args()
+    args.iteration = 1
+    scheduler.step(4)
+    for asked in saves:
+        vars(args).update(asked, use_dist_ckpt=asked["ckpt_format"] != "torch")
+        checkpointing.save_checkpoint(1, models, optimizer, scheduler, 0, checkpointing_context={})
+    return {}
+
+
 def freeze(name: str) -> None:
     """Parameters whose name holds `name` are not trained by the models of this process."""
     import small_gpt

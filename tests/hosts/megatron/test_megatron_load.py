@@ -454,6 +454,26 @@ def test_another_optimizer(saved: Saved, releases: Any) -> None:
     assert told_mended["cast"] and told_mended["iteration"] == ITERATION
 
 
+def test_sgd_of_torch_dist_is_refused_by_name(releases: Any, tmp_path: Path) -> None:
+    """Megatron itself ends in a TypeError, whatever has changed; each line that mends it ends in a load."""
+    arguments = f"--bf16 --optimizer sgd {MODELS['B']}"
+    saves = [{"save": str(tmp_path / form), "ckpt_format": form} for form in ("torch_dist", "torch")]
+    releases["0.19.2"].run("load_jobs:save_stepped", arguments=arguments, saves=saves)
+    load, mended = f"{arguments} --load {tmp_path / 'torch_dist'} ", f"{arguments} --load {tmp_path / 'torch'} "
+    with pytest.raises(Failed, match="'NoneType' object is not callable"):
+        releases["0.19.2"].run("load_jobs:load", arguments=load, hooks=False)
+    for more in ("", "--ds-reshard-always"):
+        told = releases["0.19.2"].run("load_jobs:refused", arguments=load + more)
+        _refuses(told, "UnsupportedLayout", "save it with --ckpt-format torch, or add --no-load-optim")
+    (said,) = releases["0.19.2"].run(
+        "foresee_jobs:foresee", arguments=arguments, folder=str(tmp_path / "torch_dist"), world=1
+    )
+    assert not said["loads"] and "makes no states of SGD" in said["verdict"]
+    for line in (f"{load}--no-load-optim", f"{mended}--ckpt-format torch"):
+        (one,) = releases["0.19.2"].run("load_jobs:refused", arguments=line)
+        assert one["refused"] is None
+
+
 def test_parameters_of_unknown_places_are_not_said_to_be_damage(releases: Any, tmp_path: Path) -> None:
     """Their states are refused by name; the weights load without them."""
     shared = f"{MODELS['M']}--moe-shared-expert-intermediate-size 24 "
