@@ -316,8 +316,10 @@ def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: 
     weights = [_weights(arguments) for arguments in (saved.arguments, run)]
     masters = plain and optimizer and (weights[0] == "fp32") is not (weights[1] == "fp32")
     parted = [f"weights of {weights[0]} as saved, of {weights[1]} now"] * masters
+    if plain and saved.whole and optimizer and _both_sgd(saved, run):
+        return [_SGD]
     if plain and saved.whole:
-        return [_SGD] if optimizer and _both_sgd(saved, run) else chains + parted
+        return chains + parted
     if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
         return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
     found = []
