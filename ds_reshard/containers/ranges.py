@@ -1,7 +1,6 @@
-"""Small ranges of files that are far away: kept, fetched once whoever asks, and ahead of who reads on and on.
+"""Small ranges of files that are far away: kept, fetched once whoever asks, and before they are asked for.
 
-A store answers late, not slowly. So what is opened behind its neighbour is taken for one of many: those behind it are
-fetched before they are asked for, two at first, then twice as many each time.
+A store answers late, not slowly. So a file that is opened is taken for one of many: those beside it are fetched too.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import sys
 import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
-from queue import Empty, Queue
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 AT_ONCE = 32
 """Requests under way at a time."""
-_AHEAD, _EAGERLY = 16, 64
-_IDLE_S = 1.0
 
 
 File = Hashable
@@ -97,82 +93,43 @@ class Ranges:
             self._nbytes -= len(given_up)
 
 
-class _Sequence:
-    """Places in the order in which they are opened, each or each so manieth; `eager` where all are known to be."""
-
-    def __init__(self, places: Sequence[Hashable], *, eager: bool) -> None:
-        self.places = places
-        self._eager = eager
-        self._asked: set[int] = set()
-        self._last, self._stride, self._run = 0, 0, 0
-
-    def behind(self, at: int) -> list[Hashable]:
-        """What to fetch now that the place of that number is opened: itself, the rest of it, and what is expected."""
-        stride, ahead = at - self._last, _EAGERLY
-        if self._eager:
-            stride = 1
-        elif stride:
-            self._run = self._run + 1 if stride == self._stride else 0
-            self._last, self._stride = at, stride
-            ahead = min(_AHEAD, 2**self._run) if self._run else 0
-        else:
-            stride, ahead = 1, 0
-        wanted = [at, *range(at + stride, at + stride * (ahead + 1), stride)]
-        fresh = [number for number in wanted if 0 <= number < len(self.places) and number not in self._asked]
-        self._asked.update(fresh)
-        return [self.places[number] for number in fresh]
-
-
 class ReadAhead:
-    """Fetches places by `warm`, in threads that end when nothing is to be done."""
+    """Fetches places by `warm`: where one of a block is opened all of it, and with `eager` the next one too."""
 
     def __init__(self, warm: Callable[[Hashable], None]) -> None:
         self._warm = warm
-        self._places: dict[Hashable, tuple[_Sequence, int]] = {}
+        self._blocks: dict[Hashable, list[list[Hashable]]] = {}
         self.after_fork()
 
     def after_fork(self) -> None:
-        self._waiting: Queue[Hashable] = Queue()  # a SimpleQueue may wait on when its time is over, in CPython 3.11
-        self._threads = 0
         self._lock = threading.Lock()
 
     def knows(self, place: Hashable) -> bool:
-        return place in self._places
+        return place in self._blocks
 
     def expect(self, places: Sequence[Hashable], *, eager: bool = False) -> None:
-        """Take these for what is opened one behind the other; with `eager` all of them are."""
-        sequence = _Sequence(places, eager=eager)
+        """Take places for what is opened one behind the other; with `eager` all of them are."""
+        blocks = [list(places[at : at + AT_ONCE]) for at in range(0, len(places), AT_ONCE)]
+        fetched = ((block, blocks[number : number + 1 + eager]) for number, block in enumerate(blocks))
         with self._lock:
-            self._places.update((place, (sequence, at)) for at, place in enumerate(places))
+            self._blocks.update((place, several) for block, several in fetched for place in list(block))
 
     def forget(self, whether: Callable[[Hashable], bool]) -> None:
         with self._lock:
-            for place in [place for place in self._places if whether(place)]:
-                del self._places[place]
+            for place in [place for place in self._blocks if whether(place)]:
+                del self._blocks[place]
 
     def opened(self, place: Hashable) -> None:
-        """Fetch what is expected behind it."""
-        found = self._places.get(place)
-        if found is None:
-            return
+        """Fetch what is expected beside it, and was not fetched before, in threads that end then."""
         with self._lock:
-            behind = found[0].behind(found[1])
-            for one in behind:
-                self._waiting.put(one)
-            fresh = min(len(behind), AT_ONCE - self._threads)
-            self._threads += fresh
-        for _ in range(fresh):
-            threading.Thread(target=self._run, name="ds-reshard-ahead", daemon=True).start()
+            fresh = [one for block in self._blocks.get(place, ()) for one in block]
+            for block in self._blocks.get(place, ()):
+                block.clear()
+        left = iter(fresh)  # next() of a list's iterator is atomic: each thread takes the next place
+        for _ in fresh[:AT_ONCE]:
+            threading.Thread(target=self._fetch, args=(left,), name="ds-reshard-ahead", daemon=True).start()
 
-    def _run(self) -> None:
-        while True:
-            try:
-                place = self._waiting.get(timeout=_IDLE_S)
-            except Empty:
-                with self._lock:
-                    if self._waiting.empty():
-                        self._threads -= 1
-                        return
-                continue
+    def _fetch(self, places: Iterator[Hashable]) -> None:
+        for place in places:
             with contextlib.suppress(Exception):  # whoever opens it is told
                 self._warm(place)

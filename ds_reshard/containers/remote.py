@@ -31,12 +31,8 @@ _ONE_SLASH = re.compile(r"(?:s3a?|gs|gcs|az|abfss?|hf):/[^/]")
 _HOST = re.compile(r"[^:]*(?::[0-9]*)?")
 _END_NBYTES, _PART_NBYTES = 32 << 10, 2 << 10
 """Of a beginning and an end, of a file or of an archive inside one, so much is read at once: its directory is there."""
-_HEAD_NBYTES, _FIRST_NBYTES, _STEP_NBYTES = 256 << 10, 1 << 10, 16 << 10
-"""A pickle of up to so many bytes that is first in a file, or a directory that is last, is read at once, where a file
-beside has such.
-"""
-_WHOLE_NBYTES = 64 << 10
-"""What has no more is read at once."""
+_SMALL_NBYTES, _WHOLE_NBYTES = 256 << 10, 64 << 10
+"""Ranges that have no more are kept; a file that has no more is read at once."""
 _KEPT_NBYTES = 64 << 20
 Part = tuple[int, int]
 """An archive inside a file: its offset, and its bytes."""
@@ -186,19 +182,7 @@ class Object:
             if first <= start and stop <= last:
                 _AHEAD.opened(self._known())
                 return self._kept(first, last)[start - first : stop - first]
-        small = stop - start <= _HEAD_NBYTES
-        if small and self._place[1] is None:
-            self._learn(start, stop)
-        return self._kept(start, stop) if small else self.fetch(start, stop)
-
-    def _learn(self, start: int, stop: int) -> None:
-        """Remember how much more than the usual is read of a beginning, or of an end, for other files of the kind."""
-        head, end = _ENDS.get(self._kind(), (0, 0))
-        if start < _FIRST_NBYTES:
-            head = max(head, -(-stop // _STEP_NBYTES) * _STEP_NBYTES)
-        elif self.nbytes - stop < _FIRST_NBYTES:
-            end = max(end, -(-(self.nbytes - start) // _STEP_NBYTES) * _STEP_NBYTES)
-        _ENDS[self._kind()] = head, end
+        return self._kept(start, stop) if stop - start <= _SMALL_NBYTES else self.fetch(start, stop)
 
     def warm(self) -> None:
         """Fetch the end and the beginning, which whoever opens it reads first. Raises OSError."""
@@ -227,24 +211,17 @@ class Object:
         """What is read at once: the beginning and the end, or all of it."""
         if self.nbytes <= _WHOLE_NBYTES:
             return [(0, self.nbytes)]
-        nbytes, head, end = self._stop - self._begin, _PART_NBYTES, _PART_NBYTES
-        if self._place[1] is None:
-            head, end = (max(_END_NBYTES, one) for one in _ENDS.get(self._kind(), (0, 0)))
-        if nbytes <= max(_WHOLE_NBYTES, head + end):
+        if self._stop - self._begin <= _WHOLE_NBYTES:
             return [(self._begin, self._stop)]
-        return [(self._begin, self._begin + head), (self._stop - end, self._stop)]
-
-    def _kind(self) -> tuple[str, str]:
-        """What files have that say alike things: the folder, and the name but for its numbers."""
-        folder, name = posixpath.split(self._path)
-        return folder, re.sub(r"[0-9]+", "", name)
+        end = _END_NBYTES if self._place[1] is None else _PART_NBYTES
+        return [(self._begin, self._begin + end), (self._stop - end, self._stop)]
 
     def _known(self) -> _Place:
-        """The place, and for a file those that lie beside it: each may be one of many that are opened."""
-        url, part = self._place
-        if part is None and not _AHEAD.knows(self._place) and (beside := _LISTED.get(posixpath.dirname(url))):
-            names = sorted((name for name, one in beside.items() if one.nbytes is not None), key=natural)
-            _AHEAD.expect([(f"{posixpath.dirname(url)}/{name}", None) for name in names])
+        """The place, and for a file those beside it whose names differ in numbers: it may be one of many."""
+        (folder, name), part = posixpath.split(self._place[0]), self._place[1]
+        if part is None and not _AHEAD.knows(self._place) and (beside := _LISTED.get(folder)):
+            alike = (one for one, told in beside.items() if _kind(one) == _kind(name) and told.nbytes)
+            _AHEAD.expect([(f"{folder}/{one}", None) for one in sorted(alike, key=natural)])
         return self._place
 
     def _kept(self, start: int, stop: int) -> bytes:
@@ -262,20 +239,34 @@ def expect(places: Iterable[tuple[str, Part | None]], *, eager: bool = False) ->
         _AHEAD.opened(listed[0])
 
 
-def changed(urls: Iterable[str]) -> list[str]:
-    """Those files that are not what they were when they were listed; a listing for each folder. Raises OSError."""
-    found, left = [], sorted(set(urls))
+CHANGED, _CAME = "has changed while it was read", "has come while the files beside it were read"
+
+
+def changed(urls: Iterable[str]) -> dict[str, str]:
+    """What is wrong of files that are not what they were when listed, and of new ones whose names differ in numbers.
+
+    Costs a listing for each folder. Raises OSError.
+    """
+    found, left = dict[str, str](), set(urls)
     while left:
+        one = min(left)
         with _LOCK:
-            roots = [root for root in _TREES if left[0].startswith(f"{root}/")]
-        root = min(roots, key=len) if roots else left[0].rpartition("/")[0]
+            roots = [root for root in _TREES if one.startswith(f"{root}/")]
+        root = min(roots, key=len) if roots else one.rpartition("/")[0]
         before, now = (_TREES[root], below(root)) if roots else (_LISTED.get(root, {}), _listed(root))
-        for url in [url for url in left if url.startswith(f"{root}/")]:
-            name = url.removeprefix(f"{root}/")
-            if roots or "/" not in name:
-                left.remove(url)
-                found += [url] if now.get(name) != before.get(name, now.get(name)) else []
+        names = {url.removeprefix(f"{root}/") for url in left if url.startswith(f"{root}/")}
+        names = names if roots else {name for name in names if "/" not in name}
+        kinds = {_kind(name) for name in names if before}
+        found |= {f"{root}/{name}": CHANGED for name in sorted(names & before.keys()) if now.get(name) != before[name]}
+        new = sorted(now.keys() - before.keys() - names)
+        found |= {f"{root}/{name}": _CAME for name in new if _kind(name) in kinds}
+        left -= {f"{root}/{name}" for name in names}
     return found
+
+
+def _kind(name: str) -> str:
+    """What the names of one save's files of a kind have in common."""
+    return re.sub("[0-9]+", "", name)
 
 
 def fetched() -> tuple[int, int]:
@@ -295,7 +286,6 @@ def natural(name: str) -> list[str | int]:
 
 _LISTED: dict[str, dict[str, Status]] = {}
 _TREES: dict[str, dict[str, Status]] = {}
-_ENDS: dict[tuple[str, str], tuple[int, int]] = {}
 _COUNTED = {"requests": 0, "nbytes": 0}
 _LOCK = threading.Lock()
 _RANGES = Ranges(_KEPT_NBYTES)

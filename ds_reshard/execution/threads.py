@@ -17,7 +17,7 @@ from ds_reshard.containers.crc import crc32, crc32_of_rows
 from ds_reshard.containers.folders import Identity, identity
 from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
-from ds_reshard.containers.remote import changed, is_url
+from ds_reshard.containers.remote import CHANGED, changed, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault
 from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
@@ -207,13 +207,13 @@ class Seen:
 
     def changed_faults(self) -> list[Fault]:
         """A fault for each file that was written to since, or that another has taken the place of."""
-        found = [path for path, seen in self._here.items() if _identity(path) not in (seen, None)]
+        found = {path: CHANGED for path, seen in self._here.items() if _identity(path) not in (seen, None)}
         try:
-            found += changed(self._urls) if self._urls else []
+            found |= changed(self._urls)
         except OSError as error:
             return [read_failed(min(self._urls), error)]
         mend = "let the save end, then try again"
-        return [CheckpointDamaged.fault(path, "has changed while it was read", mend=mend) for path in found]
+        return [CheckpointDamaged.fault(path, what, mend=mend) for path, what in found.items()]
 
 
 def _identity(path: str) -> Identity | None:

@@ -26,9 +26,9 @@ from zero_builder import Built, write
 
 from ds_reshard.cli.main import main
 from ds_reshard.containers import remote
-from ds_reshard.containers.ranges import Ranges, ReadAhead, _Sequence
+from ds_reshard.containers.ranges import AT_ONCE, Ranges, ReadAhead
 from ds_reshard.dcp import Reader
-from ds_reshard.errors import CheckpointDamaged, ReadFailed
+from ds_reshard.errors import ReadFailed, ReshardError
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
@@ -61,27 +61,34 @@ def test_many_shards_are_not_opened_one_after_another(shards: Path) -> None:
     assert far_store.waves() < SHARDS / 3  # and less where the machine is idle
 
 
-def test_a_load_asks_ahead_for_what_it_opens_and_for_little_else(shards: Path) -> None:
-    """A rank that opens every second of the files, one behind the other: the first few tell it."""
+def test_a_load_asks_ahead_for_what_lies_beside_what_it_opens_and_for_nothing_else(shards: Path) -> None:
+    """A rank that opens every second of the files: those between are asked for too, once, and none far behind."""
     wanted = [f"far://{shards}/global_step3/bf16_zero_pp_rank_{n}_mp_rank_00_optim_states.pt" for n in range(0, 80, 2)]
     remote.forget(f"far://{shards}")
     for url in wanted:
         remote.Object(url).read(0, 100)
-    while not remote._AHEAD._waiting.empty():
+    while any(one.name == "ds-reshard-ahead" for one in threading.enumerate()):
         time.sleep(0.01)
-    time.sleep(0.3)
     asked = far_store.of_files()
-    assert max(asked.values()) == 1 and len(wanted) <= len(asked) <= len(wanted) + 18
+    assert set(asked.values()) == {1} and len(asked) == 96  # three blocks of 32
     assert far_store.waves() < len(wanted) / 2
 
 
-def test_what_is_asked_ahead() -> None:
-    """Nothing for a single one or for two; then twice as many each time, at equal distances."""
-    places = [str(number) for number in range(200)]
-    sequence = _Sequence(places, eager=False)
-    asked = [[int(str(one)) for one in sequence.behind(at)] for at in (10, 11, 12, 13, 30, 33, 36, 5)]
-    assert asked == [[10], [11], [12, 13, 14], [15, 16, 17], [30], [33], [36, 39, 42], [5]]
-    assert len(_Sequence(places, eager=True).behind(0)) == 65
+@pytest.mark.parametrize(("eager", "expected"), [(False, [64, 0, 32, 0]), (True, [96, 0, 32, 0])])
+def test_what_is_asked_ahead(eager: bool, expected: list[int]) -> None:
+    """The block of a place, and the next one of what is all opened; of each block once."""
+    seen: list[object] = []
+    ahead = ReadAhead(seen.append)
+    ahead.expect(range(4 * AT_ONCE), eager=eager)
+    asked = []
+    for places in ((0, AT_ONCE), (AT_ONCE + 1,), (2 * AT_ONCE,), (2, 2 * AT_ONCE + 1)):
+        before = len(seen)
+        for place in places:
+            ahead.opened(place)
+        while any(one.name == "ds-reshard-ahead" for one in threading.enumerate()):
+            time.sleep(0.01)
+        asked.append(len(seen) - before)
+    assert asked == expected and len(set(seen)) == len(seen)
 
 
 def test_what_is_expected_while_other_places_are_forgotten() -> None:
@@ -289,25 +296,36 @@ def test_a_store_that_tells_no_sizes_is_refused(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("tool", [verify, fingerprint], ids=lambda tool: tool.__name__)
-def test_what_changes_while_it_is_read_is_named(shards: Path, tmp_path: Path, tool: object) -> None:
-    """Though all its checksums are right: another file of the same run takes the name, half-way."""
+@pytest.mark.parametrize("change", ["replaced", "removed", "added"])
+def test_what_changes_while_it_is_read_is_named(tmp_path: Path, tool: object, change: str) -> None:
+    """Half-way, though all checksums are right: a file of the same run takes its name, it goes, or one more comes."""
     for name, seed in (("one", 5), ("other", 6)):
         shapes = (("weight", (64, 3000)),)
         write(Built(groups=(shapes,), frozen=(), tied=(), states=("exp_avg",), dp=2, seed=seed), tmp_path / name)
-    path = tmp_path / "one" / "global_step3" / "mp_rank_00_model_states.pt"
+    step = tmp_path / "one" / "global_step3"
+    path, shard = step / "mp_rank_00_model_states.pt", "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
     ranges: list[int] = []
 
-    def replaces(number: int) -> None:
+    def changes(number: int) -> None:
         ranges.append(number)
-        if len(ranges) == 9:
-            other = tmp_path / "other" / "global_step3" / path.name
-            other.rename(path)
+        if len(ranges) == 9 and change == "replaced":
+            (tmp_path / "other" / "global_step3" / path.name).rename(path)
+        elif len(ranges) == 9 and change == "removed":
+            (step / shard).unlink()
+        elif len(ranges) == 9:
+            shutil.copy(step / shard, step / shard.replace("_1_", "_2_"))
 
     far_store.begin()
-    Far.before = replaces
+    Far.before = changes
     try:
         found = tool(f"far://{tmp_path}/one")  # type: ignore[operator]
-        said = [fault.what for fault in found.faults]
-    except CheckpointDamaged as error:
-        said = [fault.what for fault in error.faults]
-    assert "has changed while it was read" in said, said
+        faults = found.faults
+    except ReshardError as error:
+        faults = error.faults
+    said = {(fault.where.rpartition("/")[2], fault.what) for fault in faults}
+    expected = {
+        "replaced": (path.name, "has changed while it was read"),
+        "removed": (shard, "has changed while it was read"),
+        "added": (shard.replace("_1_", "_2_"), "has come while the files beside it were read"),
+    }
+    assert expected[change] in said, said

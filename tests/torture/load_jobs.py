@@ -147,7 +147,6 @@ def befallen_by_url(url: str, other: str, again: bool) -> tuple[str, str, str]:
         if not again:
             engine.load_checkpoint(other)
         remote.release()
-        remote._ENDS.clear()
         return _tried(engine, url, right, _held(engine), nullcontext())
 
 

@@ -40,7 +40,7 @@ from store_proxy import DEATH, FAULTS, Request, Store, flipped, in_a_hurry, reac
 from worlds import World, server  # noqa: E402
 from zero_builder import Built, write  # noqa: E402
 
-from ds_reshard.containers import ranges, remote  # noqa: E402
+from ds_reshard.containers import remote  # noqa: E402
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, ReshardError  # noqa: E402
 from ds_reshard.operations import Options, convert, inspect, store_workspace  # noqa: E402
 
@@ -85,7 +85,6 @@ def _client(job: Job) -> tuple[list[str], str, list[str]]:
     reach({**job.environment, "AWS_SDK_UA_APP_ID": "client"})
     in_a_hurry()
     remote.PART_NBYTES, store_workspace._STILL_BEATS, tempfile.tempdir = job.part_nbytes, 0, job.folder
-    ranges._IDLE_S = 0.05
     seen = [_seen(path) for path in (OUT, f"{OUT}/{TAG}") if job.looks]
     options = Options(threads=1, resume=job.resume)
     said = ended(lambda: convert(job.source, OUT, to="zero3", dp=1, options=options))
