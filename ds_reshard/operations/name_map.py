@@ -78,13 +78,10 @@ class NameMap:
         """
         new, faults = dict[str, str](), list[Fault]()
         for name in names:
-            found = [p for p in self.names if "(" in p and name not in self.names and re.fullmatch(p, name)]
-            if len(found) > 1:
-                faults.append(self._fault(name, "is matched by two patterns of the map", "one", " and ".join(found)))
-            for pattern in found[:1]:
-                match = re.fullmatch(pattern, name)
-                assert match is not None
-                new[name] = _filled(self.names[pattern][0], match)
+            found = self._matches(name)
+            faults += self._ambiguous(name, found)
+            for match in found[:1]:
+                new[name] = _filled(self.names[match.re.pattern][0], match)
             if name in self.names:
                 new[name] = self.names[name][0]
         for first in sorted(set(tied.values()) & self.names.keys()):
@@ -99,18 +96,25 @@ class NameMap:
         raise_faults(faults, subject="names")
         return {name: other for name, other in new.items() if other != name}
 
+    def _matches(self, name: str) -> list[re.Match[str]]:
+        """Return how patterns match a name that is in the map by no other entry."""
+        patterns = [pattern for pattern in self.names if "(" in pattern] if name not in self.names else []
+        return [match for pattern in patterns if (match := re.fullmatch(pattern, name))]
+
+    def _ambiguous(self, name: str, matches: Sequence[re.Match[str]]) -> Iterator[Fault]:
+        if len(matches) > 1:
+            found = " and ".join(repr(match.re.pattern) for match in matches)
+            yield self._fault(name, "is matched by two patterns of the map", "one", found)
+
     def _unmatched(self, content: Content) -> Iterator[Fault]:
         """Patterns that match no name, and names that two match or of which one makes a number below 0."""
-        patterns = [pattern for pattern in self.names if "(" in pattern]
-        fitting = {
-            name: [p for p in patterns if re.fullmatch(p, name)] for name in content.weights if name not in self.names
-        }
-        for pattern in patterns:
-            if not any(pattern in found for found in fitting.values()):
+        fitting = {name: self._matches(name) for name in content.weights}
+        matched = {match.re.pattern for found in fitting.values() for match in found}
+        for pattern in self.names:
+            if "(" in pattern and pattern not in matched:
                 yield self._fault(pattern, "is a pattern that no name of the source matches", "one or more", "none")
         for name, found in fitting.items():
-            if len(found) > 1:
-                yield self._fault(name, "is matched by two patterns of the map", "one", " and ".join(map(repr, found)))
+            yield from self._ambiguous(name, found)
         for name, others in self.of(content).items():
             if any("\0" in other for other in others):
                 yield self._fault(name, "has no number there, or one below 0, in its new name", "a number", name)

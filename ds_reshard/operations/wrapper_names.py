@@ -9,7 +9,9 @@ import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from difflib import SequenceMatcher
-from functools import partial
+
+from ds_reshard.errors import ModelMismatch
+from ds_reshard.operations.name_map import NameMap
 
 _WRAPPERS = frozenset({"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"})
 _ADAPTER = re.compile(r"(?:lora|ia3|vera|hada|lokr|oft|boft|adalora)_\w+|modules_to_save|trainable_tokens_\w+")
@@ -37,10 +39,8 @@ def patterns(saved: Collection[str], run: Collection[str]) -> dict[str, str] | N
     edits = [(old, new, *_edit(old.split("."), new.split("."))) for old, new in pairs.items()]
     ways = [made for made in (_anchored(edits), _anywhere(edits), _by_place(edits), pairs) if made is not None]
     for made in sorted(ways, key=len):
-        if len(made) <= _MOST and all(_renamed(old, made) == new for old, new in pairs.items()):
-            taken = [_renamed(name, made) for name in saved]
-            if len(set(taken)) == len(taken):
-                return dict(made)
+        if len(made) <= _MOST and _gives(made, saved, pairs):
+            return dict(made)
     return None
 
 
@@ -129,17 +129,11 @@ def _by_place(edits: list[Edit]) -> dict[str, str] | None:
     return made
 
 
-def _renamed(name: str, made: Mapping[str, str]) -> str:
-    """As `NameMap` applies it; "" where two patterns match, which it refuses."""
-    if name in made:
-        return made[name]
-    found = [(match, form) for key, form in made.items() if "(" in key and (match := re.fullmatch(key, name))]
-    if len(found) > 1:
-        return ""
-    for match, form in found:
-        return re.sub(r"\{([0-9]+)\}", partial(_group, match), form)
-    return name
-
-
-def _group(match: re.Match[str], place: re.Match[str]) -> str:
-    return match[int(place[1])]
+def _gives(made: Mapping[str, str], saved: Collection[str], pairs: Mapping[str, str]) -> bool:
+    """True if the map gives parameters the names of `pairs`, and each saved one a name of its own."""
+    names = NameMap(path="", names={old: (new,) for old, new in made.items()}, digest="")
+    try:
+        renaming = names.renaming([*saved], {})
+    except ModelMismatch:
+        return False
+    return all(renaming.get(old, old) == new for old, new in pairs.items())

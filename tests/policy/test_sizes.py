@@ -44,7 +44,7 @@ BUDGETS = {
     "containers": (("containers",), 6464),
     "formats/zero": (("formats/zero",), 7111),
     "other formats": (("formats",), 8320),
-    "operations": (("operations",), 5451),
+    "operations": (("operations",), 5449),
     "hosts/deepspeed": (("hosts/deepspeed",), 7019),
     "other hosts": (("hosts",), 11288),
     "resume, hooks, cli, testing, top": ((".",), 7188),
