@@ -60,7 +60,7 @@ def test_a_tied_weight_is_not_missing_under_its_other_name(tied: bool, tmp_path:
     for partial in (False, True):
         planner = LoadPlanner(allow_partial_load=partial)
         if not (tied or partial):
-            with pytest.raises(CheckpointException, match=r"ModelMismatch.*\n.*model\.head\.weight: is asked for"):
+            with pytest.raises(CheckpointException, match=r"ModelMismatch.*\n.*model\.head\.weight: "):
                 dcp.load({"model": model}, storage_reader=Reader(str(tmp_path)), planner=planner)
             continue
         dcp.load({"model": model}, storage_reader=Reader(str(tmp_path)), planner=planner)
