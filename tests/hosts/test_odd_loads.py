@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run
+from gathered import gathered, same_bits, scalars
 from loader_jobs import without_versions
 from saves import Saves
 
@@ -172,3 +173,30 @@ def test_masters_of_a_parameter_that_is_frozen_now_are_not_another_ones(
         assert "do not belong together" in told["text"] and "trains other parameters" in told["text"]
     for told in worlds[ranks].run("turns_jobs.load", frozen="b", **given):
         assert "error" not in told
+
+
+@pytest.mark.parametrize("turned", (False, True))
+def test_masters_in_another_memory_format_are_compared_with_their_weights(
+    worlds: Any, tmp_path: Path, turned: bool
+) -> None:
+    """DeepSpeed loads them at ZeRO stage 0; what is compared afterwards need not lie row-major."""
+    given = {"run": Run(0, 1, "bf16"), "folder": str(tmp_path), "frozen": "", "turned": turned}
+    worlds[1].run("turns_jobs.save", **given)
+    assert worlds[1].run("turns_jobs.load", **given) == [{}]
+
+
+def test_a_group_of_which_nothing_is_trained_has_the_saved_rate(worlds: Any, tmp_path: Path) -> None:
+    """It is the saved group of its number, if nothing of that is trained either."""
+    worlds[1].run("turns_jobs.save", run=Run(0, 1, "bf16"), folder=str(tmp_path), frozen="b", apart=True)
+    assert worlds[1].run("turns_jobs.rates", run=Run(0, 1, "fp32"), folder=str(tmp_path)) == [[0.005, 0.005]]
+    assert worlds[1].run("turns_jobs.rates", run=Run(0, 1, "bf16"), folder=str(tmp_path)) == [[0.005, 0.005]]
+
+
+def test_an_empty_parameter_without_states_is_none_that_lost_them(worlds: Any, saves: Saves) -> None:
+    """DeepSpeed gives it no gradient at ZeRO stage 0 on one rank, so that a torch optimizer keeps nothing of it."""
+    model = Model(empty=True)
+    folder, saved = saves(_FULL, model)
+    loaded = worlds[2].run("load", run=_ZERO, model=model, folder=str(folder))
+    truth, got = gathered(saved), gathered(loaded)
+    assert set(truth) == set(got) and all(same_bits(truth[key], got[key]) for key in truth)
+    assert scalars(loaded) == scalars(saved)

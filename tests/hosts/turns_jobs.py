@@ -98,3 +98,13 @@ def load(
             same = all(map(torch.equal, before, net.parameters()))
             return {"error": type(error).__name__, "text": str(error), "unchanged": same}
     return _moments(engine)
+
+
+def rates(run: Run, folder: str) -> list[float]:
+    """The rate of each param group after a load of what trained the first of two groups."""
+    import ds_reshard
+
+    engine = _engine(run, 4, "b", apart=True, turned=False, trained_alone=False)
+    with ds_reshard.install("deepspeed"):
+        engine.load_checkpoint(folder)
+    return [group["lr"] for group in engine.optimizer.param_groups]

@@ -42,10 +42,10 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3784),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6464),
-    "formats/zero": (("formats/zero",), 7111),
+    "formats/zero": (("formats/zero",), 7112),
     "other formats": (("formats",), 8320),
     "operations": (("operations",), 5449),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7019),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7023),
     "other hosts": (("hosts",), 11288),
     "resume, hooks, cli, testing, top": ((".",), 7188),
 }

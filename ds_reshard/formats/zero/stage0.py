@@ -356,7 +356,8 @@ def _raw(found: _Found, states: Mapping[int, Mapping[str, object]], indices: Seq
             return
         names = [next(trained, None) if one else None for one in held]
     whole = len(indices) == len(group.shapes)
-    with_states = sum(one and (name in own or not whole) for name, one in zip(names, held, strict=True))
+    empty = {name for name, shape in own.items() if whole and not prod(shape)}  # which DeepSpeed gives no gradient
+    with_states = sum((one and (n in own or not whole)) or n in empty for n, one in zip(names, held, strict=True))
     if with_states != len(own):
         found.faults.append(groups_fault(found.path, len(own), with_states))
         return

@@ -508,7 +508,7 @@ def master_faults(
     for number, (buffer, masters, weights) in enumerate(buffers):
         if weights is None or not all(name in names for name in buffer.shapes):
             continue
-        at = _first_difference(masters.detach().view(-1), weights.detach().view(-1))
+        at = _first_difference(masters.detach().reshape(-1), weights.detach().reshape(-1))
         if at is not None:
             yield CheckpointDamaged.fault(
                 folder,
@@ -549,7 +549,7 @@ def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
     live = live_optimizer(engine, grid)
     beside = _weights_beside(engine, live, grid) if live is not None else ()
     compared = [
-        (masters.detach().view(-1)[::step], weights.detach().view(-1)[::step])
+        (masters.detach().reshape(-1)[::step], weights.detach().reshape(-1)[::step])
         for masters, weights in zip(masters_of(engine), beside, strict=True)
         if weights is not None and weights.numel() == masters.numel()
         for step in (masters.numel() // _SAMPLED_NUMEL + 1,)

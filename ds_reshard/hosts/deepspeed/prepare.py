@@ -231,9 +231,10 @@ def _optimizer_values(
         hyper[number] = made if moments else {name: value for name, value in made.items() if name != "step"}
     scalars: dict[int, Mapping[str, object]] = {}
     for number, buffer in enumerate(live.buffers if moments else ()):
-        found, wrong = match_scalars(f"flat buffer {number}", list(buffer.shapes), facts)
+        shapes = {name: shape for name, shape in buffer.shapes.items() if prod(shape)}  # an empty one has no states
+        found, wrong = match_scalars(f"flat buffer {number}", list(shapes), facts)
         scalars[number] = {name: scalar(value) for name, value in found.items()}
-        faults += wrong + _uneven_states(checkpoint, number, buffer.shapes)
+        faults += wrong + _uneven_states(checkpoint, number, shapes)
     entries = checkpoint.optimizer_entries
     faults += clipping_faults(live.computes_norm, entries, request.replaced)
     extras = loss_scaling(run, checkpoint, settings, request)
@@ -443,8 +444,9 @@ class SavedGroups:
         """For each live param group the saved hyper-parameters that it inherits, and those that differ, as faults.
 
         A group inherits from the saved group that holds all its members; where they come from several, those should
-        agree in every hyper-parameter. Groups without members, and elastic checkpoints, which store none, inherit
-        nothing, and neither does a load of weights alone where no file tells what the optimizers are of.
+        agree in every hyper-parameter. A group of which nothing is trained inherits from the saved one of its number,
+        if that is such a group, too. Elastic checkpoints store no hyper-parameters, and a load of weights alone takes
+        none if no file tells what the optimizers are of.
         """
         if not self._optimizer and any(order_faults(self._checkpoint, self._grid, self._live)):
             return {}
@@ -452,12 +454,16 @@ class SavedGroups:
         if facts is None or self._live is None:
             return {}
         home = {name: group for group in facts.groups for name in group.members}
-        inherited = {}
+        idle = {n: one.hyperparameters for n, one in enumerate(facts.groups) if not one.members}
+        idle = idle if len(facts.groups) == len(self._live.groups) else {}
+        inherited: dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]] = {}
         for number in range(len(self._live.groups)):
             firsts: dict[int, _Named] = {}
             for name in self._live.listed(number):
                 if name in home:
                     firsts.setdefault(id(home[name]), (name, home[name].hyperparameters or {}))
+            if not firsts and (own := idle.get(number)) is not None:
+                inherited[number] = (own, [])
             if not firsts or home[next(iter(firsts.values()))[0]].hyperparameters is None:
                 continue
             first, *others = firsts.values()
