@@ -44,7 +44,7 @@ class TorchArchive:
         self.path = path = file.path
         self._file = file
         self._start = start
-        from ds_reshard.containers.zip_members import read_members  # numpy, which importing the package loads not
+        from ds_reshard.containers.zip_members import read_members  # it imports numpy; `import ds_reshard` does not
 
         try:
             self.root, members = read_members(file, _DIRECTORY_NBYTES)
