@@ -257,6 +257,23 @@ def test_the_schedules_of_two_folders_are_compared(tmp_path: Path) -> None:
     assert found.equal and ["with a folder of another format" in note for note in found.notes] == [True]
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_note_names_buffers_that_ranks_have_saved_otherwise(tmp_path: Path, damaged: bool) -> None:
+    """Statistics of batches: verify finds nothing wrong with them, and convert has one place for them, rank 0's."""
+    folder = saved(tmp_path / "saved")
+    for rank in range(2):
+        statistics = {"norm.running_mean": torch.full((4,), float(rank)), "norm.running_var": torch.ones(4)}
+        torch.save({**WEIGHTS, **statistics}, folder / f"model_world_size_2_rank_{rank}.pt")
+    if damaged:
+        (folder / "model_world_size_2_rank_1.pt").write_bytes(b"no archive")
+        with pytest.raises(CheckpointDamaged, match="rank_1"):
+            convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
+        return
+    assert verify(str(folder), deep=True).clean
+    done = convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
+    assert "the values of rank 0 are taken, and those of other ranks left out: norm.running_mean" in done.notes
+
+
 def test_what_lies_beside_the_ranks_files_is_copied_or_named(tmp_path: Path) -> None:
     """Texts below `huggingface/` at any depth, as chat templates; LoRA's files are left out, and a note says so."""
     folder = saved(tmp_path / "saved", ranks=1)

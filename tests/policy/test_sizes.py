@@ -43,7 +43,7 @@ BUDGETS = {
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6464),
     "formats/zero": (("formats/zero",), 7112),
-    "other formats": (("formats",), 8320),
+    "other formats": (("formats",), 8290),
     "operations": (("operations",), 5449),
     "hosts/deepspeed": (("hosts/deepspeed",), 7023),
     "other hosts": (("hosts",), 11288),

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
 
@@ -213,6 +214,21 @@ class FsdpCheckpoint(SavedState):
         raise_faults(faults, subject=f"checkpoint {self.folder}")
         raise_faults(self._unlike_replicas(family, shard, file.tensors), subject=f"checkpoint {self.folder}")
         return {str(key): extent_of(one.local) for key, one in file.tensors.items()}
+
+    def notes_on_buffers(self) -> Iterator[str]:
+        """Yield a note that names the model's plain tensors of which ranks have saved other values than rank 0.
+
+        Statistics of a normalisation layer are: they are each rank's own. A file that cannot be read is passed over.
+        """
+        plain = {key: shard for key, shard in self.first[MODEL].items() if shard.dim is None}
+        names: set[str] = set()
+        for rank in range(1, self.ranks if plain else 0):
+            with suppress(ReshardError):  # whoever opens the file is told
+                tensors = _read(self.path(MODEL, rank), MODEL, {}).tensors
+                own = plain.keys() & tensors.keys()
+                names |= {key.name for key in own if _checksum(tensors[key]) != _checksum(plain[key])}
+        if names:
+            yield f"the values of rank 0 are taken, and those of other ranks left out: {', '.join(sorted(names))}"
 
     def _unlike_replicas(self, family: str, shard: int, tensors: Mapping[TensorKey, TensorShard]) -> Iterator[Fault]:
         """The shards of HSDP that are not those of the first group of ranks."""

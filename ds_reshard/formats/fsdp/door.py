@@ -28,11 +28,14 @@ class OpenedFsdp(SavedCheckpoint):
 
     def uncompared_notes(self, name: str) -> Iterator[str]:
         yield from super().uncompared_notes(name)
-        if self.left_out():
+        if self._extra_left_out():
             others = "nor is the schedule there with a folder of another format"
             yield f"the random states in {name}'s extra_state files are not compared, {others}"
 
     def left_out(self) -> tuple[str, ...]:
+        return (*self._extra_left_out(), *self.state.notes_on_buffers())
+
+    def _extra_left_out(self) -> tuple[str, ...]:
         if any(name.startswith("extra_state") for name in self.files):
             return ("the extra_state files (schedule and random states) are not carried over",)
         return ()

@@ -213,6 +213,7 @@ class _Writing:
 
     def notes(self) -> Iterator[str]:
         saved, size = self.source.ranks, self.size
+        yield from self.source.notes_on_buffers()
         if self.extra and size > saved:
             yield f"ranks {saved} to {size - 1} have no random states: those that the run seeds hold"
         if self.extra and size < saved:
