@@ -109,7 +109,7 @@ def test_torch_files(source: Path, tmp_path: Path, dtype: str | None) -> None:
 def test_what_does_not_go_together(tmp_path: Path) -> None:
     source = str(write(BUILT, tmp_path / "made"))
     for given, word in (
-        ({"to": "zero1", "dtype": "float32"}, "--dtype float32"),
+        ({"to": "zero1", "dtype": "float32"}, "--dtype: zero1 has no such option"),
         ({"to": "torch", "dtype": "int8"}, "--dtype int8"),
         ({"to": "safetensors", "dp": 2}, "--dp"),
     ):
