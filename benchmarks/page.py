@@ -55,7 +55,7 @@ def _loads() -> Iterator[tuple[str, str, Spread]]:
     for _, made in results("load"):
         for stage, summary in made["summary"].items():
             for condition, memory in MEMORY.items():
-                for name, what in (("direct", "load under another layout"), ("always", "load of the same layout")):
+                for name, what in (("direct", "load under another layout"), ("unchanged", "load of the same layout")):
                     ratio = summary["ratio"][condition][name]
                     yield f"{what}, ZeRO-{stage}, memory {memory}", "DeepSpeed's load, same layout", ratio
             for condition, over in summary["universal_over"].items():

@@ -23,7 +23,7 @@ class Odd(torch.optim.AdamW):
         kinds = {"blocks": "absmax", "weight": "weight", "per_rank": "rms", "mask": "mask", "listed": "listed"}
         for parameter, state in self.state.items() if self.kind in kinds else ():
             state[kinds[self.kind]] = {
-                "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
+                "blocks": lambda p: p.detach().abs().flatten()[: p.numel() // 8 * 8].view(p.numel() // 8, 8).amax(1),
                 "weight": lambda p: p.detach().clone(),
                 "per_rank": lambda p: torch.tensor(of_rank),
                 "mask": lambda p: p.detach() > 0,

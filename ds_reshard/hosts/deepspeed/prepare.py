@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -203,7 +203,7 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
 
 def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from checkpoint.unreshardable
+    yield from (fault for _, fault in checkpoint.unreshardable)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
@@ -211,7 +211,7 @@ def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend="resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False",
+                mend=f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
@@ -443,8 +443,9 @@ class SavedGroups:
         """For each live param group the saved hyper-parameters that it inherits, and those that differ, as faults.
 
         A group inherits from the saved group that holds all its members; where they come from several, those should
-        agree in every hyper-parameter. Groups without members, and elastic checkpoints, which store none, inherit
-        nothing, and neither does a load of weights alone where no file tells what the optimizers are of.
+        agree in every hyper-parameter. A group of which nothing is trained inherits from the saved one of its number,
+        if that is such a group, too. Elastic checkpoints store no hyper-parameters, and a load of weights alone takes
+        none if no file tells what the optimizers are of.
         """
         if not self._optimizer and any(order_faults(self._checkpoint, self._grid, self._live)):
             return {}
@@ -452,12 +453,16 @@ class SavedGroups:
         if facts is None or self._live is None:
             return {}
         home = {name: group for group in facts.groups for name in group.members}
-        inherited = {}
+        idle = {n: one.hyperparameters for n, one in enumerate(facts.groups) if not one.members}
+        idle = idle if len(facts.groups) == len(self._live.groups) else {}
+        inherited: dict[int, tuple[Mapping[str, object], list[tuple[str, Fault]]]] = {}
         for number in range(len(self._live.groups)):
             firsts: dict[int, _Named] = {}
             for name in self._live.listed(number):
                 if name in home:
                     firsts.setdefault(id(home[name]), (name, home[name].hyperparameters or {}))
+            if not firsts and (own := idle.get(number)) is not None:
+                inherited[number] = (own, [])
             if not firsts or home[next(iter(firsts.values()))[0]].hyperparameters is None:
                 continue
             first, *others = firsts.values()
