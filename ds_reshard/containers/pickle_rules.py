@@ -28,15 +28,6 @@ class Callee:
         self.name = name
 
 
-class CalleeArguments(tuple[object, ...]):
-    """Arguments with a Callee among them, for a function that calls it."""
-
-    __slots__ = ()
-
-
-CALLEES = frozenset({Callee, CalleeArguments})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """A use of a name that is not allowed: the offset of its instruction in the pickle, and what it does there.
