@@ -119,12 +119,13 @@ class PositionedFile:
             nbytes -= len(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def announce(self, spans: Iterable[tuple[int, int]]) -> None:
-        """Say that these bytes [start, stop) will be read: the system may fetch them all at once."""
+    def announce(self, offsets: Iterable[int], nbytes: int) -> None:
+        """Say that so many bytes will be read at each of these offsets: the system may fetch them all at once."""
         if self._descriptor >= 0 and hasattr(os, "posix_fadvise"):
             with suppress(OSError):  # it is no more than advice
-                for start, stop in spans:
-                    os.posix_fadvise(self._descriptor, self._start + start, stop - start, os.POSIX_FADV_WILLNEED)
+                for offset in offsets:
+                    if offset < self.nbytes:  # what a directory says may be any number
+                        os.posix_fadvise(self._descriptor, self._start + offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def read_all(self) -> bytes:
         """Every byte. ReadFailed where there are more than the file system has said, which may remember an old size."""

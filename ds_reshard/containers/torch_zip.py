@@ -15,7 +15,7 @@ from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, begins_marked, r
 from ds_reshard.containers.pickle_rules import PickleRules, rules_in_force
 from ds_reshard.containers.positioned import PositionedFile, PositionedView
 from ds_reshard.containers.torch_zip_writer import STORAGES
-from ds_reshard.containers.zip_directory import ArchiveMember
+from ds_reshard.containers.zip_directory import ArchiveMember, read_members
 from ds_reshard.errors import (
     CheckpointDamaged,
     ChecksumMismatch,
@@ -44,8 +44,6 @@ class TorchArchive:
         self.path = path = file.path
         self._file = file
         self._start = start
-        from ds_reshard.containers.zip_members import read_members  # it imports numpy; `import ds_reshard` does not
-
         try:
             self.root, members = read_members(file, _DIRECTORY_NBYTES)
             if start:

@@ -19,6 +19,7 @@ import torch
 from listener import heard
 from payloads import Attack, call, text
 
+from ds_reshard.containers import zip_directory
 from ds_reshard.containers.pickle_machine import PickleMachine
 from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
@@ -220,8 +221,10 @@ def test_every_changed_byte_of_a_pickle_is_a_value_or_an_error():
 # -- archives -------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def small(tmp_path):
+@pytest.fixture(params=(64, 1), ids=("by a loop", "by columns"))
+def small(tmp_path, request, monkeypatch):
+    """A small file, whose directory is read in each of two ways."""
+    monkeypatch.setattr(zip_directory, "_MANY", request.param)
     path = tmp_path / "small.pt"
     torch.save({"a": torch.arange(3), "b": torch.ones(2, dtype=torch.bfloat16)}, path)
     return path

@@ -13,7 +13,6 @@ from opcodes import EVERY_OPCODE, spelled
 
 _CHILD = """
 import json, sys, zipfile
-import ds_reshard.containers.zip_members  # else the first archive imports it, and numpy
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
 from ds_reshard.containers.revive import revive
