@@ -222,7 +222,7 @@ REFUSED: dict[str, tuple[Run, dict[str, Any], type[ReshardError], str]] = {
     "stages that no file tells": (Run(), {"pp": 2}, UnsupportedLayout, r"which stage of another pipeline.*--like DIR"),
     "chunks that cannot be cut": (Run(), {"tp": 3}, UnsupportedLayout, r"qkv.weight.*no multiple of 3"),
     "another format": (Run(), {"to": "fsdp"}, UnsupportedLayout, r"is not converted to this.*--to dcp"),
-    "a stage that nanotron has not": (Run(), {"zero_stage": 2}, ConfigError, r"stages 0 and 1"),
+    "a stage that nanotron has not": (Run(), {"zero_stage": 2}, ConfigError, r"--zero-stage 2: takes 0 \| 1"),
     "a number of experts' ranks": (Run(), {"to": "zero1", "ep": 2}, ConfigError, r"--ep 2: no parameter is an expert"),
 }
 

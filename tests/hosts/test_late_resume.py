@@ -94,7 +94,7 @@ def test_a_record_that_says_nothing_leaves_it_to_the_files(
     (tmp_path / "ds_reshard_clock.json").write_text(record)
     for name in files:
         (tmp_path / name).touch()
-    assert _saved_clock(str(tmp_path)) == (clock, 0, False)
+    assert _saved_clock(str(tmp_path)) == (clock, 0, None)
 
 
 @pytest.mark.parametrize("loaded", ["engine", "accelerate"])
