@@ -94,7 +94,7 @@ class Ranges:
 
 
 class ReadAhead:
-    """Fetches places by `warm`: where one of a block is opened all of it, and with `eager` the next one too."""
+    """Fetch places ahead by calling `warm`: a block if one of its places is opened, if `eager` the next, too."""
 
     def __init__(self, warm: Callable[[Hashable], None]) -> None:
         self._warm = warm
@@ -108,7 +108,7 @@ class ReadAhead:
         return place in self._blocks
 
     def expect(self, places: Sequence[Hashable], *, eager: bool = False) -> None:
-        """Take places for what is opened one behind the other; with `eager` all of them are."""
+        """Make blocks of places, which are opened in this order if any are; with `eager` all of them are."""
         blocks = [list(places[at : at + AT_ONCE]) for at in range(0, len(places), AT_ONCE)]
         fetched = ((block, blocks[number : number + 1 + eager]) for number, block in enumerate(blocks))
         with self._lock:
@@ -120,7 +120,7 @@ class ReadAhead:
                 del self._blocks[place]
 
     def opened(self, place: Hashable) -> None:
-        """Fetch what is expected beside it, and was not fetched before, in threads that end then."""
+        """Fetch the places of its block that were not fetched before, in threads that end with them."""
         with self._lock:
             fresh = [one for block in self._blocks.get(place, ()) for one in block]
             for block in self._blocks.get(place, ()):

@@ -217,7 +217,7 @@ class Object:
         return [(self._begin, self._begin + end), (self._stop - end, self._stop)]
 
     def _known(self) -> _Place:
-        """The place, and for a file those beside it whose names differ in numbers: it may be one of many."""
+        """Return the place. If it is a file, expect the files beside it whose names differ in numbers alone."""
         (folder, name), part = posixpath.split(self._place[0]), self._place[1]
         if part is None and not _AHEAD.knows(self._place) and (beside := _LISTED.get(folder)):
             alike = (one for one, told in beside.items() if _kind(one) == _kind(name) and told.nbytes)
@@ -239,13 +239,13 @@ def expect(places: Iterable[tuple[str, Part | None]], *, eager: bool = False) ->
         _AHEAD.opened(listed[0])
 
 
-CHANGED, _CAME = "has changed while it was read", "has come while the files beside it were read"
+CHANGED, _CAME = "has changed while it was read", "appeared while the files beside it were read"
 
 
 def changed(urls: Iterable[str]) -> dict[str, str]:
-    """What is wrong of files that are not what they were when listed, and of new ones whose names differ in numbers.
+    """Return what is wrong with each file that has changed since it was listed, and with each new file of its kind.
 
-    Costs a listing for each folder. Raises OSError.
+    Names of one kind differ in numbers alone. Costs a listing for each folder. Raises OSError.
     """
     found, left = dict[str, str](), set(urls)
     while left:
@@ -265,7 +265,7 @@ def changed(urls: Iterable[str]) -> dict[str, str]:
 
 
 def _kind(name: str) -> str:
-    """What the names of one save's files of a kind have in common."""
+    """Return a file's name without its numbers, in which alone files of one kind differ."""
     return re.sub("[0-9]+", "", name)
 
 

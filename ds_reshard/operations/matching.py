@@ -10,9 +10,9 @@ from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape
 
 TENSORS = ("is missing from the checkpoint", "is in the checkpoint but not in the model")
-"""What is said of a tensor that one side alone has."""
+"""The problem of a tensor that only the run has, and of one that only the checkpoint has."""
 TRAINED = ("is trained by this run but not by the saved one", "was trained by the saved run but not by this one")
-"""The same of masters and optimizer states, which are there of what is trained."""
+"""The same for masters and optimizer states, which only trained parameters have."""
 OTHER_SHAPE = "has another shape"
 _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 

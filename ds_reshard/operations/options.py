@@ -53,7 +53,7 @@ class TargetOption(NamedTuple):
         return f"--{self.name.replace('_', '-')}"
 
     def refuse(self, asked: ConversionRequest) -> None:
-        """Raise ConfigError for a value of it that the format has not."""
+        """Raise ConfigError if the format has no such option, or does not take its value."""
         value: object = getattr(asked, self.name)
         if value is None or value is False:
             return
@@ -111,9 +111,9 @@ T = TypeVar("T", bound="_Work")
 class _Work:
     """How a tool works: `memory_nbytes` bounds its buffers.
 
-    What is large is read or written by `processes` copies of this process, made by fork, which share threads and
-    memory; leave it at one in a process that runs threads of its own. With `ranks` every rank of the process group
-    calls the tool and does a part; all are given the whole answer.
+    Copies of this process, made by fork, read or write large files; `processes` is their number, and they share the
+    threads and the memory. Leave it at 1 in a process that runs threads of its own. With `ranks` every rank of the
+    process group calls the tool and does a part; all are given the whole answer.
     """
 
     threads: int = THREADS

@@ -31,9 +31,9 @@ Part = TypeVar("Part")
 News = TypeVar("News")
 T = TypeVar("T")
 Told = Callable[[int], None] | None
-"""Is told the bytes that a share has read so far."""
+"""Called with the number of bytes that a share has read so far."""
 LEAST_NBYTES = 256 << 20
-"""Bytes to read, for a process of its own."""
+"""A process of its own is made for at least so many bytes to read."""
 COPY_NBYTES = 16 << 20
 """Memory for buffers that a process of its own needs."""
 BEAT_S = 1.0
@@ -75,7 +75,7 @@ def in_shares(
         if progress is not None:
             progress(min(sum(read), total), total)
 
-    mend = "run again; where memory was short, with fewer --processes or less --memory"
+    mend = "run again; if memory was short, with fewer --processes or less --memory"
     in_copies(copies, copy, hear, lost=ReadFailed, what="its part not read", mend=mend)
     return [results[number] for number in range(copies)]
 
@@ -134,7 +134,7 @@ class Parts(Generic[Part]):
             yield self._parts[number]
 
 
-_RESUME = "run again with --resume; where memory was short, with fewer --processes or less --memory"
+_RESUME = "run again with --resume; if memory was short, with fewer --processes or less --memory"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 

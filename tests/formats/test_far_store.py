@@ -326,6 +326,6 @@ def test_what_changes_while_it_is_read_is_named(tmp_path: Path, tool: object, ch
     expected = {
         "replaced": (path.name, "has changed while it was read"),
         "removed": (shard, "has changed while it was read"),
-        "added": (shard.replace("_1_", "_2_"), "has come while the files beside it were read"),
+        "added": (shard.replace("_1_", "_2_"), "appeared while the files beside it were read"),
     }
     assert expected[change] in said, said

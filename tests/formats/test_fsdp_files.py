@@ -258,7 +258,7 @@ def test_the_schedules_of_two_folders_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_note_names_buffers_that_ranks_have_saved_otherwise(tmp_path: Path, damaged: bool) -> None:
+def test_a_note_names_buffers_that_differ_between_ranks(tmp_path: Path, damaged: bool) -> None:
     """Statistics of batches: verify finds nothing wrong with them, and convert has one place for them, rank 0's."""
     folder = saved(tmp_path / "saved")
     for rank in range(2):
@@ -271,7 +271,7 @@ def test_a_note_names_buffers_that_ranks_have_saved_otherwise(tmp_path: Path, da
         return
     assert verify(str(folder), deep=True).clean
     done = convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
-    assert "the values of rank 0 are taken, and those of other ranks left out: norm.running_mean" in done.notes
+    assert "ranks have different values of these, and those of rank 0 are written: norm.running_mean" in done.notes
 
 
 def test_what_lies_beside_the_ranks_files_is_copied_or_named(tmp_path: Path) -> None:

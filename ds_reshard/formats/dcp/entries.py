@@ -201,7 +201,7 @@ def match_keys(
     rank: int,
     mend: Callable[[Sequence[str]], str],
 ) -> list[str]:
-    """Return what this rank warns of: what ranks ask for and `folder` lacks, and states of parameters that none has.
+    """Return this rank's warnings: tensors that `folder` lacks, and saved states that no optimizer of the run has.
 
     `seen` is of all ranks. Raises ModelMismatch if the folder has none of the weights; `mend` says how to load them.
     """

@@ -216,9 +216,9 @@ class FsdpCheckpoint(SavedState):
         return {str(key): extent_of(one.local) for key, one in file.tensors.items()}
 
     def notes_on_buffers(self) -> Iterator[str]:
-        """Yield a note that names the model's plain tensors of which ranks have saved other values than rank 0.
+        """Yield a note that names the plain tensors of the model whose values differ between ranks.
 
-        Statistics of a normalisation layer are: they are each rank's own. A file that cannot be read is passed over.
+        Each rank has statistics of its own in a normalisation layer, for example. Skips files that cannot be read.
         """
         plain = {key: shard for key, shard in self.first[MODEL].items() if shard.dim is None}
         names: set[str] = set()
@@ -228,7 +228,7 @@ class FsdpCheckpoint(SavedState):
                 own = plain.keys() & tensors.keys()
                 names |= {key.name for key in own if _checksum(tensors[key]) != _checksum(plain[key])}
         if names:
-            yield f"the values of rank 0 are taken, and those of other ranks left out: {', '.join(sorted(names))}"
+            yield f"ranks have different values of these, and those of rank 0 are written: {', '.join(sorted(names))}"
 
     def _unlike_replicas(self, family: str, shard: int, tensors: Mapping[TensorKey, TensorShard]) -> Iterator[Fault]:
         """The shards of HSDP that are not those of the first group of ranks."""
