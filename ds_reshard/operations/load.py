@@ -93,7 +93,7 @@ def prepare(host: HostLoad[F, C, R], steps: Steps) -> tuple[F, C]:
         shards=lambda states: host.compare_shards(found, choice, states),
     )
     folder = host.folder(found)
-    report = ready or ReadinessReport()
+    report = (ready or ReadinessReport()) if run_is_known else None
     check_ranks_agree(report, steps, details, load=host.where, folder=folder, alike=host.built_alike)
     host.agreed(found, choice)
     return found, choice
@@ -149,16 +149,17 @@ class Details(NamedTuple):
 
 
 def check_ranks_agree(
-    report: ReadinessReport, steps: Steps, details: Details, *, load: str, folder: str, alike: str
+    report: ReadinessReport | None, steps: Steps, details: Details, *, load: str, folder: str, alike: str
 ) -> None:
     """Raise the same error on every rank if any rank is not ready, or if ranks differ. Collective.
 
-    `load` is the folder that was asked for, `folder` that of the checkpoint, `alike` the line that mends ranks which
-    were built in different ways.
+    A rank that could not describe its run reports None: its faults come before all others. `load` is the folder
+    that was asked for, `folder` that of the checkpoint, `alike` the line that mends ranks that were built in different
+    ways.
     """
     reports, subject = steps.gather(report), f"loading {load}"
     ready = [one.value for one in reports if isinstance(one.value, ReadinessReport)]
-    if any(one.step == 1 and one.faults for one in reports):
+    if any(one.value is None for one in reports):
         steps.raise_first(reports)
     arguments = [one.arguments for one in ready if one.arguments is not None]
     mend = "call load_checkpoint with the same arguments on every rank: broadcast those of rank 0, for example"

@@ -10,8 +10,10 @@ import pytest
 import torch
 from nanotron_builder import STEP, Run, values, write
 
+from ds_reshard.formats.zero.flat import whole_placement
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
+from ds_reshard.hosts.deepspeed.load_targets import RUN, Wants
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.region import Box, Region
@@ -100,3 +102,25 @@ def test_a_map_that_is_wrong_is_told_with_all_that_is_wrong(tmp_path: Path) -> N
     said = " ".join(fault.line() for fault in found.faults)
     assert found.checkpoint is None
     assert "ghost: is in the map, and the source has no such" in said and "is in the source and not in the map" in said
+
+
+def test_a_failure_before_the_tag_is_known_names_no_tag(tmp_path: Path) -> None:
+    (tmp_path / "latest").write_bytes(b"\xff\xfe")
+    found = looked(tmp_path)
+    assert found.faults and found.tag == ""
+
+
+def test_nothing_is_wanted_after_a_plan_was_made(tmp_path: Path) -> None:
+    """The plan would be of what was wanted before."""
+    found = looked(write(RUNS[1], tmp_path / "saved"))
+    assert found.checkpoint is not None
+    wants = Wants(checkpoint=found.checkpoint)
+    key = next(key for key in found.checkpoint.layout.placements if key.kind == "weight")
+    shape, dtype = found.checkpoint.layout[key].shape, found.checkpoint.layout[key].dtype
+    wants.existing(whole_placement("first", "weight", shape, dtype, family=RUN, buffer="first"), key, prod(shape))
+    assert list(wants.layout(1).placements) == [TensorKey("first", "weight")]
+    later = whole_placement("later", "weight", shape, dtype, family=RUN, buffer="later")
+    with pytest.raises(AssertionError, match="a plan has been made"):
+        wants.existing(later, key, prod(shape))
+    with pytest.raises(AssertionError, match="a plan has been made"):
+        wants.take_buffers([], found.checkpoint.model)

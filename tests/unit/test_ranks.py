@@ -17,7 +17,8 @@ from ds_reshard.errors import CheckpointDamaged, ConfigError, ModelMismatch, Res
 from ds_reshard.execution.checksums import partial_sums
 from ds_reshard.execution.interfaces import Outcome, Slice
 from ds_reshard.model.index import Record
-from ds_reshard.operations.ranks import Steps, Sums, are_complete, collective, collective_timeout
+from ds_reshard.operations.load import Details, ReadinessReport, check_ranks_agree
+from ds_reshard.operations.ranks import RankReport, Steps, Sums, are_complete, collective, collective_timeout
 
 DATA = random.Random(1).randbytes(64)
 RECORD = Record(path="file", byte_offset=100, nbytes=len(DATA), crc32=crc32(DATA))
@@ -58,6 +59,24 @@ def test_after_a_failure_only_what_others_wait_for_is_done() -> None:
     assert done == ["waited for"] and steps.failed
     (told,) = steps.gather()
     assert (told.step, told.subject, [fault.error for fault in told.faults]) == (1, "step 1", ["ModelMismatch"])
+
+
+def test_a_rank_that_cannot_describe_its_run_is_heard_before_ranks_are_compared() -> None:
+    """Whatever number the step has at which that failed; a later one is told after what differs between ranks."""
+
+    def told(failing: int, report: ReadinessReport | None) -> str:
+        steps, arguments = _rank(0, ModelMismatch), ReadinessReport(arguments={"tag": "other"})
+        others = [_rank(failing, ModelMismatch).gather(report)[0], steps.gather(arguments)[0]]
+        steps.gather = lambda value=None: [*others, RankReport(3, "step 3", (), value)]  # type: ignore[method-assign]
+        details = Details(files=dict, shards=lambda states: [])
+        with pytest.raises(ReshardError) as raised:
+            check_ranks_agree(
+                ReadinessReport(arguments={"tag": "own"}), steps, details, load="here", folder="here", alike="mend it"
+            )
+        return str(raised.value)
+
+    assert "step 2" in told(2, None)
+    assert "load_checkpoint" in told(2, ReadinessReport()) and "load_checkpoint" in told(1, ReadinessReport())
 
 
 def test_what_only_another_version_knows_is_said_to_be_so() -> None:

@@ -181,7 +181,8 @@ def look(
         faults, seen = as_faults(error, where=f"rank {rank()}"), listing is not None and listing.universal
         if optimizer and listing is not None:
             faults = every_untrusted(faults, listing.folder)
-        return Found(tag=str(tag), faults=tuple(faults), sizes=_sizes(listing), universal=seen)
+        known = str(tag) if tag is not None else ""  # `latest` may not be readable
+        return Found(tag=known, faults=tuple(faults), sizes=_sizes(listing), universal=seen)
 
 
 @gc_disabled()

@@ -88,6 +88,7 @@ class Wants:
 
     def _place(self, placement: Placement, source: TensorKey) -> bool:
         """Place the whole tensor, of which this rank has a shard, in the parts that lie there; whether they fill it."""
+        assert not self._layouts, "a plan has been made of what was wanted before"
         key, share = placement.key, self.divided.get(placement.key.name)
         if share is None or share.whole:
             self.placements[key], self.sources[key] = placement, source
@@ -99,6 +100,7 @@ class Wants:
 
     def take_buffers(self, tensors: Iterable[LiveTensor], model: ModelStates) -> None:
         """Take the module's buffers from this rank's own model file instead of the first one's."""
+        assert not self._layouts, "a plan has been made of what was wanted before"
         for entry in tensors:
             record = next((model.module[name] for name in entry.entries if name in model.module), None)
             if record is None or model.buffer_names.isdisjoint(entry.entries) or record.shape != entry.shape:
@@ -109,7 +111,7 @@ class Wants:
             self.whole_reads.append((record, f"module/{entry.entries[0]}"))
 
     def layout(self, world: int) -> Layout:
-        """Where they lie in a run of so many ranks; made once, when all that is wanted is known."""
+        """Where they lie in a run of so many ranks; nothing more can be wanted afterwards."""
         if world not in self._layouts:
             self._layouts[world] = Layout(self.placements, {RUN: world})
         return self._layouts[world]
