@@ -86,9 +86,9 @@ def insist(policy: ResumePolicy) -> None:
         )
 
 
-def refuse_policy_of_engine(optimizer: Optimizer) -> None:
-    """Raise ConfigError if this optimizer is that of a DeepSpeed engine whose JSON asks for a policy."""
-    import_module(f"{__name__}.deepspeed.resume").refuse_policy(optimizer)
+def refuse_policy_of_engine(optimizer: Optimizer) -> bool:
+    """Return whether this optimizer is a DeepSpeed engine's; raise ConfigError if that has a policy to apply."""
+    return bool(import_module(f"{__name__}.deepspeed.resume").refuse_policy(optimizer))
 
 
 def begin_states(plugin: object, optimizer: Optimizer) -> None:

@@ -32,10 +32,9 @@ def load_state_dict(call: Call) -> object:
     own, also in a loop of the script's; DeepSpeed's has the policy of its engine's JSON.
     """
     policy, optimizer = asked_policy(), call["self"]
-    if under_way() or _has_trained(optimizer):
+    if under_way() or (hosts.hooked("deepspeed") and (hosts.refuse_policy_of_engine(optimizer) or policy.is_default)):
         return call()
-    if policy.is_default and hosts.hooked("deepspeed"):
-        hosts.refuse_policy_of_engine(optimizer)
+    if _has_trained(optimizer):
         return call()
     if (policy.is_default and policy.report is None) or hosts.hooked("megatron") or hosts.hooked("nanotron"):
         return call()

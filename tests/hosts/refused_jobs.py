@@ -180,3 +180,44 @@ def give_own_state(run: Run, model: Model, folder: str, reshard: dict[str, Any] 
         except ds_reshard.ReshardError as error:
             return [type(error).__name__, str(error)]
     return []
+
+
+def give_later_state(run: Run, model: Model, folder: str, resume: dict[str, Any], give: str) -> dict[str, str]:
+    """What a script is told that gives the engine's `optimizer`, the one `inside`, or its `schedule` a saved state.
+
+    Before any load, after a load of all, and after one of weights alone; and what it is told of the next update.
+    """
+    import jobs
+    from logs import heard, refusal
+
+    import ds_reshard
+
+    config = {**run.config, "ds_reshard": {"resume": resume}}
+    told: dict[str, str] = {}
+    for load in ("none", "all", "weights"):
+        engine = build(Run(run.stage, run.dp, run.dtype, run.options, config), model, seed=99)
+        path, number = Path(folder) / "given.pt", torch.distributed.get_rank()
+        saved = torch.load(f"{path}{number}", weights_only=False)
+        owner = {"optimizer": engine.optimizer, "schedule": engine.lr_scheduler}.get(give, engine.optimizer)
+        owner = getattr(owner, "optimizer", owner) if give == "inside" else owner
+        with ds_reshard.install("deepspeed"), ds_reshard.install("torch"), heard() as lines:
+            if load != "none":
+                engine.load_checkpoint(folder, load_module_only=load == "weights")
+            told[load] = refusal(lambda owner=owner, saved=saved: owner.load_state_dict(saved[give]))  # type: ignore[misc]
+            told[f"{load}, trained"] = refusal(lambda engine=engine: jobs.train(engine, 0, 1))  # type: ignore[misc]
+            told[f"{load}, warned"] = "; ".join(line for line in lines if "load_module_only" in line)
+    return told
+
+
+def keep_state(run: Run, model: Model, folder: str) -> None:
+    """Save a checkpoint, and beside it by hand what `give_later_state` gives."""
+    import jobs
+
+    engine = build(run, model)
+    jobs.train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
+    states = {"optimizer": engine.optimizer.state_dict(), "schedule": engine.lr_scheduler.state_dict()}
+    states["inside"] = states["optimizer"] if run.stage == 3 else inner.state_dict()
+    own = {**states, "optimizer": [states["optimizer"]] if run.stage in (1, 2, 3, "bf16") else states["optimizer"]}
+    torch.save(own, Path(folder) / f"given.pt{torch.distributed.get_rank()}")

@@ -273,3 +273,33 @@ def test_a_state_that_the_script_gives_the_optimizer_itself(
     assert plain == ({()} if source.dp == target.dp else {("UnsupportedLayout",)})
     if source.dp == target.dp:
         assert told({"scheduler": "override"}, 1) == [[]] * target.dp
+
+
+@pytest.mark.parametrize("give", ["optimizer", "inside", "schedule"])
+@pytest.mark.parametrize(
+    "run", [Run(0, 1, "fp32"), Run(0, 1), Run(1, 1), Run(2, 1), Run(3, 1), Run("bf16", 1)], ids=str
+)
+def test_a_state_that_the_script_gives_before_or_after_the_load(
+    worlds: Any, tmp_path: Path, run: Run, give: str
+) -> None:
+    """The engine's optimizer, the one inside it, and its schedule: refused under a policy that it would undo.
+
+    A schedule takes a state after a load as the policy says, and before one that may come: it is refused at the first
+    update, where none has come. A load of weights alone names the policy that it does not apply.
+    """
+    job, asked = "refused_jobs.give_later_state", {"run": run, "model": Model(), "folder": str(tmp_path), "give": give}
+    worlds[1].run("refused_jobs.keep_state", run=run, model=Model(), folder=str(tmp_path))
+    (told,) = worlds[1].run(job, resume={"scheduler": "reset"}, **asked)
+    warned = told.pop("weights, warned")
+    assert 'this load does not apply "scheduler": "reset"' in warned, warned
+    refused = {load for load, text in told.items() if text}
+    assert all(
+        text.startswith('ConfigError: "scheduler": "reset": cannot be applied') for text in told.values() if text
+    )
+    if give == "schedule":
+        assert refused == {"none, trained", "weights, trained"}
+    else:
+        assert refused == {"none", "all", "weights"}
+    if run.stage != 3 or give == "schedule":
+        (told,) = worlds[1].run(job, resume={}, **asked)
+        assert set(told.values()) == {""}

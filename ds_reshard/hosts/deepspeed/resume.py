@@ -137,6 +137,8 @@ class RunValues:
 
 _VALUES: weakref.WeakKeyDictionary[DeepSpeedEngine, RunValues] = weakref.WeakKeyDictionary()
 _BEGINNINGS: SchedulerMap[Beginning] = SchedulerMap()
+_GIVEN: SchedulerMap[int | None] = SchedulerMap()
+"""The positions that scripts gave schedulers of engines that had loaded nothing."""
 
 
 def run_values(engine: DeepSpeedEngine) -> RunValues:
@@ -237,6 +239,12 @@ class Resume:
         self.checks, self.given = settings.checksum, Samples()
         self.external: SchedulerMap[int | None] = SchedulerMap()
         self.before: tuple[int, int, int | None] = (0, 0, None)
+        asked = (
+            policy_sources.asked_policy(settings.resume)
+            if request.module_only and live_kind(engine) != "none"
+            else policy
+        )
+        self._passed_over = ", ".join(asked.asked.values()) if asked.is_default < policy.is_default else ""
         self._engine_ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
             run_values(engine)
@@ -370,6 +378,9 @@ class Resume:
     def report(self, result: Result) -> Result:
         """Publish the report of a finished load; return the load's result. Collective if there is a report file."""
         if result[0] is None or self._arguments.module_only:
+            if self._passed_over and rank() == 0:
+                text = "%s: weights alone were loaded (load_module_only=True): this load does not apply %s"
+                logger.warning(text, self._subject, self._passed_over)
             return result
         policy_sources.note_applied(self.policy)
         _, faults, cause = attempt(self.publish) if rank() == 0 else (None, [], None)
@@ -544,6 +555,8 @@ def load_state_dict(call: Call) -> object:
         engine = next((one for one in _VALUES if innermost(one.optimizer) is innermost(scheduler)), None)
         last = run_values(engine).last if engine is not None else None
         if engine is None or last is None or last.saved is None or not isinstance(state, Mapping):
+            if last is None and isinstance(state, Mapping) and position_in(state) != 0:
+                _GIVEN[scheduler] = position_in(state)
             return call()
         default, fresh = last.policy.is_default, engine.global_steps == last.iteration
         is_part = scheduler is not engine.lr_scheduler and _contains(engine.lr_scheduler, scheduler)
@@ -595,24 +608,43 @@ def load_optimizer_state(call: Call) -> object:
     return call()
 
 
-def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None) -> None:
+def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None) -> bool:
     """Raise ConfigError if a script loads an engine's optimizer by itself although there is a resume policy.
 
-    `asked_policy` is for an optimizer without an engine. If the engine has trained, the load is no resume.
+    Return whether the optimizer, or one around it, is an engine's. `asked_policy` is for one without an engine. An
+    engine that has trained since it was built, or since its last load, goes back: that is no resume.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     # an optimizer has no reference to its engine
     engines = (one for one in gc.get_objects() if issubclass(type(one), DeepSpeedEngine))
-    engine = next((engine for engine in engines if getattr(engine, "optimizer", None) is optimizer), None)
-    if engine is not None and engine.global_steps:
-        return
+    inner = innermost(optimizer)
+    engine = next((one for one in engines if innermost(getattr(one, "optimizer", None)) is inner), None)
+    last = _VALUES[engine].last if engine is not None and engine in _VALUES else None
+    if engine is not None and engine.global_steps != (last.iteration if last is not None else 0):
+        return True
     policy = asked_policy or ResumePolicy()
     if engine is not None:
-        policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
+        policy = last.policy if last is not None else _policy_of(engine)
     if not policy.is_default:
         what = f"cannot be applied: the script gives {type(optimizer).__name__} its state past engine.load_checkpoint"
         raise ConfigError.of(", ".join(policy.asked.values()), what, mend=f"{_USE_ENGINE}; or leave it out")
+    return engine is not None
+
+
+def _policy_of(engine: DeepSpeedEngine) -> ResumePolicy:
+    return policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
+
+
+def _refuse_given(engine: DeepSpeedEngine) -> None:
+    """Raise ConfigError if a script gave a scheduler a saved state, and no load came that could apply the policy."""
+    last, optimizer = _VALUES[engine].last if engine in _VALUES else None, innermost(engine.optimizer)
+    given = [one for one in list(_GIVEN) if innermost(one) is optimizer] if last is None else []
+    policy = _policy_of(engine) if given else ResumePolicy()
+    if not policy.is_default:
+        what = f"cannot be applied: the script has given {type(given[0]).__name__} its state, and has loaded nothing"
+        mend = f"{_USE_ENGINE}, before the first update; or leave it out"
+        raise ConfigError.of(", ".join(policy.asked.values()), what, mend=mend)
 
 
 def _partition_counts(partitions: object) -> tuple[int, ...]:
@@ -654,6 +686,8 @@ def take_model_step(call: Call) -> None:
     """
     engine: DeepSpeedEngine = call["self"]
     scheduler = engine.lr_scheduler
+    if not engine.global_steps:
+        _refuse_given(engine)
     if scheduler is None:
         call()
         return
@@ -674,7 +708,7 @@ def save_checkpoint(call: Call) -> object:
     """Save as DeepSpeed does; rank 0 notes the written files if there is a resume policy."""
 
     def note(engine: DeepSpeedEngine, tag: object) -> None:
-        policy = policy_of(live_kind(engine), parse_settings(engine._config._param_dict), module_only=False)
+        policy = _policy_of(engine)
         files = _files(
             Path(str(call["save_dir"]), str(tag if tag is not None else f"global_step{engine.global_steps}"))
         )
