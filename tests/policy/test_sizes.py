@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7112),
     "other formats": (("formats",), 8290),
     "operations": (("operations",), 5450),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7026),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7062),
     "other hosts": (("hosts",), 11288),
     "resume, hooks, cli, testing, top": ((".",), 7188),
 }
