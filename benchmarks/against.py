@@ -8,7 +8,6 @@ Run: python -m benchmarks.against COMMIT [--runs N] [--params N] [--output FOLDE
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -121,12 +120,10 @@ def main() -> None:
             processes.run(engines.save, world=dp, shape=shape, stage=2, folder=str(scratch / f"dp{dp}"))
         for folder in ("wide", "dp1", "dp2"):
             warm(scratch / folder)
-        always = json.dumps({"ds_reshard": {"reshard": {"always": True}}})
         params = str(arguments.params)
         works = {
             "inspect, 64 shards": (INSPECT, str(scratch / "wide")),
-            "load, left to DeepSpeed": (LOAD, str(scratch / "dp1"), params, "{}"),
-            "load, always": (LOAD, str(scratch / "dp1"), params, always),
+            "load, unchanged": (LOAD, str(scratch / "dp1"), params, "{}"),
             "load, dp 2 to 1": (LOAD, str(scratch / "dp2"), params, "{}"),
         }
         works_found = contest({"now": ROOT, "then": then}, works, arguments.runs)

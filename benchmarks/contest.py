@@ -37,7 +37,7 @@ class Contestant:
 
 DEEPSPEED = Contestant(name="deepspeed", saved_dp=2, config={}, hooked=False)
 DIRECT = Contestant(name="direct", saved_dp=4, config={}, hooked=True)
-ALWAYS = Contestant(name="always", saved_dp=2, config={"ds_reshard": {"reshard": {"always": True}}}, hooked=True)
+UNCHANGED = Contestant(name="unchanged", saved_dp=2, config={}, hooked=True)
 UNIVERSAL = Contestant(name="universal", saved_dp=4, config={"checkpoint": {"load_universal": True}}, hooked=False)
 CONVERTED = Contestant(name="converted", saved_dp=4, config={}, hooked=True)
 """The same folder as UNIVERSAL's."""

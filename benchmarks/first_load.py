@@ -1,7 +1,7 @@
 """The first load of a fresh process, as users have it: `torchrun` of a script that imports `ds_reshard.auto`.
 
-By turns with DeepSpeed's own load of an unchanged layout, and with `ds_to_universal` and a load, in each of the
-conditions that a machine may be in: as it is; after an hour of work, which the benchmark makes itself (free memory in
+By turns with DeepSpeed's own load of an unchanged layout, ours of that, and `ds_to_universal` and a load, in each
+condition that a machine may be in: as it is; after an hour of work, which the benchmark makes itself (free memory in
 the page cache, or in pieces of 4 KiB); and each policy of huge pages that the kernel offers. What is imported during a
 load is part of its time. Everything is printed; `worst` is the headline.
 Run: python -m benchmarks.first_load [--params 270e6] [--runs N] [--stage N] [--no-universal] [--output FOLDER]
@@ -27,7 +27,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import contest, engines, processes, report
-from benchmarks.contest import DEEPSPEED, DIRECT, UNIVERSAL, Contestant
+from benchmarks.contest import DEEPSPEED, DIRECT, UNCHANGED, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 from benchmarks.load import LOADED_DP, ROOT, SCRATCH, STAGES, warm
 from benchmarks.memory import free_nbytes
@@ -35,7 +35,7 @@ from benchmarks.report import spread
 
 SMALL_PAGES = Contestant(name="small pages", saved_dp=4, config={}, hooked=True)
 """As `direct`, but that huge pages are never tried."""
-CONTESTANTS = {one.name: one for one in (DEEPSPEED, DIRECT, SMALL_PAGES, UNIVERSAL)}
+CONTESTANTS = {one.name: one for one in (DEEPSPEED, DIRECT, UNCHANGED, SMALL_PAGES, UNIVERSAL)}
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 KEPT_FREE_NBYTES = 3 << 30
 _PR_SET_THP_DISABLE = 41
@@ -140,7 +140,7 @@ def stage_of(stage: int, shape: Shape, runs: int, *, universal: bool) -> Iterato
     """All loads of one ZeRO stage."""
     folders = {dp: SCRATCH / f"first{stage}-dp{dp}" for dp in (2, 4)}
     converted, converting = SCRATCH / f"first{stage}-universal", 0.0
-    peers = [DEEPSPEED, DIRECT, SMALL_PAGES]
+    peers = [DEEPSPEED, DIRECT, UNCHANGED, SMALL_PAGES]
     try:
         for dp, folder in folders.items():
             shutil.rmtree(folder, ignore_errors=True)
@@ -175,7 +175,10 @@ def stage_of(stage: int, shape: Shape, runs: int, *, universal: bool) -> Iterato
 
 
 def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """By stage and condition: seconds, and `direct`'s over each other's of the same round; the worst of them."""
+    """By stage and condition: seconds, and `direct`'s over each other's of the same round; the worst of them.
+
+    `unchanged` is ours of an unchanged layout over DeepSpeed's own of it.
+    """
     found: dict[str, Any] = {}
     for stage, condition in dict.fromkeys((run["stage"], run["condition"]) for run in runs):
         here = [run for run in runs if (run["stage"], run["condition"]) == (stage, condition)]
@@ -187,11 +190,16 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
                 for name, values in taken.items()
                 if values and name != "direct"
             },
+            "unchanged": spread([a / b for a, b in zip(taken["unchanged"], taken["deepspeed"], strict=True)]),
             "apart_s": median(run["apart_s"] for run in here if run["contestant"] == "direct"),
         }
     peers = {name for one in found.values() for name in one["over"]}
     worst = {name: max(one["over"][name]["median"] for one in found.values()) for name in sorted(peers)}
-    return {"conditions": found, "worst": worst}
+    return {
+        "conditions": found,
+        "worst": worst,
+        "worst_unchanged": max(one["unchanged"]["median"] for one in found.values()),
+    }
 
 
 def main() -> None:
@@ -219,7 +227,7 @@ def main() -> None:
         **summary(runs),
         "runs": runs,
     }
-    print(json.dumps({"conditions": made["conditions"], "worst": made["worst"]}, indent=1))
+    print(json.dumps({key: made[key] for key in ("conditions", "worst", "worst_unchanged")}, indent=1))
     report.keep(made, "first-load", asked.output)
 
 

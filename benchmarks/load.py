@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import contest, engines, processes
-from benchmarks.contest import ALWAYS, CONDITIONS, CONVERTED, DEEPSPEED, DIRECT, UNIVERSAL, Contestant
+from benchmarks.contest import CONDITIONS, CONVERTED, DEEPSPEED, DIRECT, UNCHANGED, UNIVERSAL, Contestant
 from benchmarks.gpt import Shape
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -83,7 +83,7 @@ def _stage(stage: int, shape: Shape, options: Options, console: Any) -> Iterator
             processes.run(engines.save, world=dp, shape=shape, stage=stage, folder=str(folder))
         for number in range(options.repeats):
             for condition in CONDITIONS:
-                for contestant in (DEEPSPEED, DIRECT, ALWAYS):
+                for contestant in (DEEPSPEED, DIRECT, UNCHANGED):
                     yield _load(contestant, folders[contestant.saved_dp], stage, shape, condition, number)
         shutil.rmtree(folders[2])
         if options.universal:

@@ -40,22 +40,32 @@ _PEERS = ("deepspeed", "small pages", "universal")
 def first() -> Iterator[Row]:
     """The first load of a fresh process, in each condition of the machine; the last row is the worst of each."""
     over_universal = "over `ds_to_universal` and load"
-    yield "machine", "condition", "seconds", "DeepSpeed's own", "over it", "over small pages", over_universal
+    yield (
+        "machine",
+        "condition",
+        "seconds",
+        "DeepSpeed's own",
+        "over it",
+        "over small pages",
+        over_universal,
+        "same layout, over it",
+    )
     for _, made in results("first-load"):
         cpu = made["machine"]["cpu"]
         for name, one in made["conditions"].items():
             over = [of(one["over"].get(peer), ".2g") for peer in _PEERS]
             seconds = [of(one["seconds"][who], ".2g") for who in ("direct", "deepspeed")]
-            yield cpu, name, *seconds, *over
+            yield cpu, name, *seconds, *over, of(one.get("unchanged"), ".2g")
         worst = [f"{made['worst'][peer]:.2g}" if peer in made["worst"] else "" for peer in _PEERS]
-        yield cpu, "**worst median**", "", "", *worst
+        unchanged = f"{made['worst_unchanged']:.2g}" if "worst_unchanged" in made else ""
+        yield cpu, "**worst median**", "", "", *worst, unchanged
 
 
 def _loads() -> Iterator[tuple[str, str, Spread]]:
     for _, made in results("load"):
         for stage, summary in made["summary"].items():
             for condition, memory in MEMORY.items():
-                for name, what in (("direct", "load under another layout"), ("always", "load of the same layout")):
+                for name, what in (("direct", "load under another layout"), ("unchanged", "load of the same layout")):
                     ratio = summary["ratio"][condition][name]
                     yield f"{what}, ZeRO-{stage}, memory {memory}", "DeepSpeed's load, same layout", ratio
             for condition, over in summary["universal_over"].items():

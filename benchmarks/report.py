@@ -31,11 +31,12 @@ Spread = dict[str, float]
 TITLES = {
     "deepspeed": "DeepSpeed, dp 2 to 2",
     "direct": "ds_reshard, dp 4 to 2",
-    "always": "ds_reshard always, dp 2 to 2",
+    "unchanged": "ds_reshard, dp 2 to 2",
     "universal": "ds_to_universal + load, dp 4 to 2",
     "converted": "ds_reshard of that universal one",
 }
-COLORS = {"deepspeed": "#8c8c8c", "direct": "#1b7f5c", "always": "#6fbf9f"}
+LOADS = ("direct", "unchanged")
+COLORS = {"deepspeed": "#8c8c8c", "direct": "#1b7f5c", "unchanged": "#6fbf9f"}
 MEMORY = {
     "fresh": "fresh",
     "kept": "touched before, as much as stays in use",
@@ -158,13 +159,13 @@ def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
             taken = {n: {run["round"]: run[key] for run in here if run["contestant"] == n} for n in names}
             summary[key][condition] = {n: spread(list(values.values())) for n, values in taken.items() if values}
             summary[ratio][condition] = {
-                n: spread([taken[n][i] / base for i, base in taken["deepspeed"].items()]) for n in ("direct", "always")
+                n: spread([taken[n][i] / base for i, base in taken["deepspeed"].items()]) for n in LOADS
             }
         summary["faults"][condition] = {
             n: max(r["minor_faults"] for run in here if run["contestant"] == n for r in run["ranks"])
             for n in summary["seconds"][condition]
         }
-        summary["moving"][condition] = {n: _moving(here, n) for n in ("direct", "always")}
+        summary["moving"][condition] = {n: _moving(here, n) for n in LOADS}
         universal = [run for run in here if run["contestant"] == "universal"]
         if universal:
             direct, converted = ([r for r in here if r["contestant"] == name] for name in ("direct", "converted"))
@@ -281,17 +282,17 @@ def _targets(stage: str, summary: dict[str, Any]) -> Table:
 
 def _aims(summary: dict[str, Any]) -> Iterator[tuple[str, float, bool, str, Spread]]:
     for condition, aim in (("fresh", 0.7), ("kept", 0.5), ("touched", 0.5)):
-        for name in ("direct", "always"):
+        for name in LOADS:
             yield f"{name}, {condition}: of DeepSpeed's time", aim, False, ".2f", summary["ratio"][condition][name]
     for condition, value in summary["universal_over"].items():
         yield f"universal over direct, {condition}", 10, True, ".1f", value
     for condition, value in summary["live"].items():
         yield f"one universal folder, {condition}: DeepSpeed's time over ds_reshard's", 3, True, ".1f", value
     for condition in MEMORY:
-        for name in ("direct", "always"):
+        for name in LOADS:
             value = summary["moving"][condition][name]["ratio"]
             yield f"{name}, {condition}: optimizer bytes over preadv", 2, False, ".2f", value
-    for name in ("direct", "always"):
+    for name in LOADS:
         account = summary["account"][name]
         yield f"{name}: bytes read over bytes owned", 1.02, False, ".3f", spread([account["read_over_owned"]])
         yield f"{name}: memory above the engine's, MiB", 64, False, ".1f", spread([account["memory_above_mib"]])

@@ -39,6 +39,8 @@ _Error = TypeVar("_Error", bound="ReshardError")
 _ABSENT = ("is missing", "are missing", "no such file")
 TRY_AGAIN = "or try again: a store may list a new file late"
 """What mends the absence of a file in a folder by URL, too."""
+AS_SAVED = "resume with the layout that was saved"
+"""How the fix begins of what no other layout can hold; at that layout the run's own framework loads it."""
 _USER = re.compile(r"(:/+)(?:[^\s/:@'\"]*:(?![0-9]+/)\S*|[^\s/]*)@")
 _QUERY = re.compile(r"(:/[^\s?'\"]*)\?[^\s'\"]*?(?=[:;,]?(?:[\s'\"]|$))")
 
@@ -234,6 +236,13 @@ def as_faults(error: Exception, *, where: str) -> list[Fault]:
             mend="report this with the checkpoint's `ds-reshard inspect` output",
         )
     ]
+
+
+def only_as_saved(faults: Sequence[Fault]) -> bool:
+    """True if there are faults, and none of them is one at the layout that was saved."""
+    return bool(faults) and all(
+        fault.error == UnsupportedLayout.__name__ or fault.mend.startswith(AS_SAVED) for fault in faults
+    )
 
 
 # When faults of several classes meet, the first of this list names the exception: the cause before

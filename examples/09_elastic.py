@@ -23,7 +23,6 @@ CONFIG = {
     "gradient_clipping": 0.0,
     "zero_optimization": {"stage": 2},
     "zero_allow_untested_optimizer": True,
-    "ds_reshard": {"reshard": {"always": True}},  # so that a checkpoint that is not whole is refused at any size
 }
 
 

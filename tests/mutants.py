@@ -75,7 +75,6 @@ TESTS = {
     "OTHER_FORMATS": "tests/hosts/test_other_formats.py::test_names_of_another_framework",
     "LATEST": "tests/formats/test_pytorch.py::test_the_tag_is_the_one_that_latest_names",
     "SHARDS": "tests/formats/test_zero_shards.py",
-    "COLLECTIVES": "tests/hosts/test_collectives.py::test_an_unchanged_layout_costs_two",
     "DIFFERING": "tests/hosts/test_ranks_differ.py",
     "MEGATRON_DIFFERING": "tests/hosts/megatron/test_megatron_ranks_differ.py",
     "NANOTRON_DIFFERING": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_files",

@@ -98,7 +98,8 @@ class LiveOptimizer(Generic[B]):
     `states` maps the states that a new optimizer keeps to whether they have their parameter's shape, None if that is
     unknown. `entries` are the keys of its state dict if its class defines one. `unsaved_states` is the number of
     buffers whose states no save contains, and the number of all buffers. `scaler` is the loss scaler, `computes_norm`
-    is true if gradients can be clipped.
+    is true if gradients can be clipped. `casts_states` is false if its class loads states by a method of its own, as
+    those of bitsandbytes do; torch's casts them to the type of the parameter.
     """
 
     kind: str
@@ -117,6 +118,7 @@ class LiveOptimizer(Generic[B]):
     unsaved_states: tuple[int, int] = (0, 0)
     scaler: object = None
     computes_norm: bool = True
+    casts_states: bool = True
 
     @property
     def replicated(self) -> bool:

@@ -3,7 +3,8 @@
     read_run    the run as plain values, its settings and its resume policy         every rank
     find        rank 0 finds the checkpoint; one broadcast; every rank reads its headers
     choose      tensors, groups and states matched; who loads; the reads planned     every rank
-    agreed      all that is wrong on any rank, raised on every rank; nothing has changed
+    agreed      all that is wrong on any rank, raised on every rank; nothing has changed. If a rank finds what only the
+                saved layout can hold, and this run has it, the framework loads on every rank: `hand_over`, agreed again
     fill        bytes are read, verified and installed, or the framework loads; then the report of what the run holds
 
 A host fills in the steps as a `HostLoad`. Preflight is the load up to `agreed`, of a run that has not started.
@@ -16,7 +17,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol, TypeVar
 
 from ds_reshard.containers.digests import digests
-from ds_reshard.errors import Fault, InternalError, raise_faults
+from ds_reshard.errors import Fault, InternalError, only_as_saved, raise_faults
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.operations.ranks import RankReport, Steps, attempt, broadcast, file_faults, gather, rank
 from ds_reshard.operations.watching import phase
@@ -47,7 +48,8 @@ class HostLoad(Protocol[F, C, R]):
     """One load into a run of a host. `load` calls these methods in this order; a method may raise on one rank alone.
 
     A host's `choose` takes its own steps, so that a failure of one rank stops none of the others before they agree.
-    `agreed` and `fill` are collective, and so is `compare_shards`, which is called only after a difference.
+    `agreed` and `fill` are collective, and so is `compare_shards`, which is called only after a difference. `hand_over`
+    checks what the framework will read of a checkpoint that it loads in place of ds_reshard, and changes the choice.
     """
 
     where: str
@@ -64,6 +66,7 @@ class HostLoad(Protocol[F, C, R]):
     def folder(self, found: F) -> str: ...
     def file_digests(self, found: F, choice: C, files: Mapping[str, bytes]) -> Mapping[str, bytes]: ...
     def compare_shards(self, found: F, choice: C, states: bool) -> list[Fault]: ...
+    def hand_over(self, found: F, choice: C) -> None: ...
     def agreed(self, found: F, choice: C) -> None: ...
     def fill(self, found: F, choice: C) -> R: ...
 
@@ -85,16 +88,24 @@ def prepare(host: HostLoad[F, C, R], steps: Steps) -> tuple[F, C]:
     found = _find(host, run_is_known=run_is_known)
     with digests() as files:
         choice = host.choose(found, steps)
-    ready = None
-    if run_is_known:
-        ready = steps.take(lambda: host.readiness(found, choice, files), subject=subject, always=True)
     details = Details(
         files=lambda: host.file_digests(found, choice, files),
         shards=lambda states: host.compare_shards(found, choice, states),
     )
     folder = host.folder(found)
-    report = (ready or ReadinessReport()) if run_is_known else None
-    check_ranks_agree(report, steps, details, load=host.where, folder=folder, alike=host.built_alike)
+
+    def agree() -> bool:
+        report = None
+        if run_is_known:
+            ready = steps.take(lambda: host.readiness(found, choice, files), subject=subject, always=True)
+            report = ready or ReadinessReport()
+        return check_ranks_agree(report, steps, details, load=host.where, folder=folder, alike=host.built_alike)
+
+    if not agree():
+        with digests() as opened:
+            steps.take(lambda: host.hand_over(found, choice), subject=f"loading {folder}")
+        files.update(opened)
+        agree()
     host.agreed(found, choice)
     return found, choice
 
@@ -119,6 +130,7 @@ class ReadinessReport(NamedTuple):
 
     `arguments` are those of the load, None if ds_reshard does not handle it. `route` is a text of the settings
     that decide who loads, `loader` is who loads, and `reshards_states` is true if optimizer states change their layout.
+    With `can_hand_over` the framework could load the checkpoint, too: this run has the layout that was saved.
     `signatures` are digests of the facts in the model and optimizer shards that this rank opened; `shard_checksums`
     pairs a digest of the checksums of each optimizer shard with its name. `fingerprinted` is a column of the
     grid, with a digest of the names of tensors whose fingerprints its ranks will add up. `file_sets` pairs a digest of
@@ -129,6 +141,7 @@ class ReadinessReport(NamedTuple):
     route: str = ""
     policy: ResumePolicy | None = None
     loader: str = ""
+    can_hand_over: bool = False
     arguments: Mapping[str, object] | None = None
     reshards_states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
@@ -150,11 +163,12 @@ class Details(NamedTuple):
 
 def check_ranks_agree(
     report: ReadinessReport | None, steps: Steps, details: Details, *, load: str, folder: str, alike: str
-) -> None:
+) -> bool:
     """Raise the same error on every rank if any rank is not ready, or if ranks differ. Collective.
 
-    A rank that could not describe its run reports None: its faults come before all others. `load` is the folder
-    that was asked for, `folder` that of the checkpoint, `alike` the line that mends ranks that were built in different
+    Returns False if only the framework can load what they have found, and all say that it could. A rank that could not
+    describe its run reports None: its faults come before all others. `load` is the folder that was asked for, `folder`
+    that of the checkpoint, `alike` the line that mends ranks that were built in different
     ways.
     """
     reports, subject = steps.gather(report), f"loading {load}"
@@ -168,11 +182,16 @@ def check_ranks_agree(
     if len({one.route for one in ready if one.route}) > 1:  # a rank without a route has reported a fault
         raise_faults([_loader_fault(load, alike)], subject=subject)
     failed, subject = any(one.faults for one in reports), f"loading {folder}"
+    can_hand_over = not failed and all(one.can_hand_over for one in ready)
     if not failed and len({one.loader for one in ready}) > 1:
+        if can_hand_over:
+            return False
         raise_faults([_loader_fault(folder, alike)], subject=subject)
     if not failed and _has_conflicts(one.fingerprinted for one in ready if one.fingerprinted is not None):
         raise_faults([InternalError.fault(folder, "ranks hold parts of other tensors", mend=alike)], subject=subject)
     if not failed and _has_conflicts(pair for one in ready for pairs in (one.file_sets, one.files) for pair in pairs):
+        if can_hand_over:
+            return False
         _refuse_other_files(details.files, subject=subject)
     # Decide from the gathered reports only: a rank that failed to open its files has no checkpoint, but must still take
     # part in the next collective.
@@ -180,8 +199,11 @@ def check_ranks_agree(
     differ = _has_conflicts(pair for pairs in both for pair in pairs)
     if any(one.signatures for one in ready) and (failed or differ):
         faults = details.shards(any(one.reshards_states for one in ready))
+        if can_hand_over and only_as_saved(faults):
+            return False
         reports = [*reports, RankReport(max(one.step for one in reports), subject, tuple(faults), None)]
     steps.raise_first(reports)
+    return True
 
 
 def _has_conflicts(pairs_of_ranks: Iterable[tuple[object, object]]) -> bool:

@@ -21,7 +21,7 @@ import golden
 import torch
 from cases import GLOBAL_BATCH, Model, Run, ds_config
 from devices import BACKEND, DEVICE
-from odd_optimizer import Odd
+from odd_optimizer import Coded, Odd
 
 _STATE: dict[str, Any] = {}
 _LINEAR = torch.nn.functional.linear
@@ -181,6 +181,7 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         "adagrad": lambda: torch.optim.Adagrad(groups),
         "nadam": lambda: torch.optim.NAdam(groups),
         "fused": lambda: fused_adam(groups),
+        "coded": lambda: Coded(groups, momentum=0.9),
     }
     if model.optimizer.startswith("odd_"):
         return Odd(groups, model.optimizer.removeprefix("odd_"))

@@ -7,6 +7,26 @@ from typing import Any
 import torch
 
 
+class Coded(torch.optim.SGD):
+    """Momentum in codes of 8 bits, with a scale per block (synthetic; bitsandbytes' optimizers load their own so)."""
+
+    def step(self, closure: Any = None) -> Any:
+        answer = super().step(closure)
+        for parameter, state in self.state.items():
+            scale = parameter.detach().abs().amax().clamp(min=1e-6)
+            state["state1"] = (parameter.detach() / scale * 127 + 128).to(torch.uint8)
+            state["absmax1"] = scale.expand(-(-parameter.numel() // 8)).clone()
+        return answer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        types = {number: {k: v.dtype for k, v in one.items()} for number, one in state_dict["state"].items()}
+        super().load_state_dict(state_dict)
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, kinds in types.items():
+            state = self.state[parameters[number]]
+            state.update({kind: state[kind].to(dtype) for kind, dtype in kinds.items()})
+
+
 class Odd(torch.optim.AdamW):
     """AdamW that keeps one more state: a scale per block, one named like a weight, a mask, a list, one value a rank or
     group, or one of its own, as MADGRAD does or in its state dict."""
@@ -23,7 +43,7 @@ class Odd(torch.optim.AdamW):
         kinds = {"blocks": "absmax", "weight": "weight", "per_rank": "rms", "mask": "mask", "listed": "listed"}
         for parameter, state in self.state.items() if self.kind in kinds else ():
             state[kinds[self.kind]] = {
-                "blocks": lambda p: p.detach().abs()[: p.numel() // 8 * 8].view(-1, 8).amax(1),
+                "blocks": lambda p: p.detach().abs().flatten()[: p.numel() // 8 * 8].view(p.numel() // 8, 8).amax(1),
                 "weight": lambda p: p.detach().clone(),
                 "per_rank": lambda p: torch.tensor(of_rank),
                 "mask": lambda p: p.detach() > 0,

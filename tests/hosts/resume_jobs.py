@@ -44,6 +44,7 @@ class Setup:
     tensor_lr: bool = False
     exchanged: bool = False
     verify: str = ""
+    unchanged: str = "direct"
 
     def but(self, **changes: Any) -> Setup:
         return replace(self, **changes)
@@ -86,6 +87,9 @@ def config_of(setup: Setup) -> dict[str, Any]:
         config["ds_reshard"] = {**config.get("ds_reshard", {}), "resume": setup.policy}
     if setup.verify:
         config["ds_reshard"] = {**config.get("ds_reshard", {}), "reshard": {"verify": setup.verify}}
+    if setup.unchanged != "direct":
+        section = config.setdefault("ds_reshard", {})
+        section["reshard"] = {**section.get("reshard", {}), "unchanged": setup.unchanged}
     if setup.json:
         params = {"lr": setup.lr, "weight_decay": setup.weight_decay, "betas": list(setup.betas), "eps": setup.eps}
         config.setdefault("optimizer", {"type": "AdamW", "params": {**params, "torch_adam": True}})

@@ -185,11 +185,9 @@ def test_a_custom_load_function_is_deepspeeds_to_call(worlds: Any, saves: Saves,
     """Under the layout that was saved; what it leaves out stays as this run has built it."""
     given = {"model": MODEL, "folder": str(saves(home, MODEL)[0]), "arguments": {}}
     truth = worlds[2].run("custom_jobs.load", run=home, hooks=False, **given)
-    always = replace(home, config={"ds_reshard": {"reshard": {"always": True}}})
-    for run in (home, always):
-        loaded = worlds[2].run("custom_jobs.load", run=run, hooks=True, **given)
-        assert not any(one["refused"] for one in loaded) and truth[0]["seen"] == loaded[0]["seen"]
-        _weights_equal(truth, loaded)
+    loaded = worlds[2].run("custom_jobs.load", run=home, hooks=True, **given)
+    assert not any(one["refused"] for one in loaded) and truth[0]["seen"] == loaded[0]["seen"]
+    _weights_equal(truth, loaded)
 
 
 @pytest.mark.parametrize(
@@ -252,8 +250,9 @@ SETTINGS = (
     ),
     ({"reshard": {"threads": 0}}, "from 1 to 256"),
     ({"reshard": {"threads": True}}, "from 1 to 256"),
-    ({"reshard": {"always": "yes"}}, "true or false"),
-    ({"reshard": {"speed": 3}}, "one of always, threads, memory_mib, device, verify"),
+    ({"reshard": {"unchanged": True}}, '"direct" or "deepspeed"'),
+    ({"reshard": {"always": True}}, '"unchanged": "deepspeed" leaves it to DeepSpeed'),
+    ({"reshard": {"speed": 3}}, "one of unchanged, threads, memory_mib, device, verify"),
     ({"enabled": 1}, "true or false"),
     ({"trust": "a.B"}, "a list"),
 )
@@ -283,13 +282,45 @@ def test_verification_off_and_one_thread_load_the_same(worlds: Any, saves: Saves
         assert_same(saved, worlds[3].run("load", run=Run(1, 3), model=MODEL, folder=str(folder), reshard=reshard))
 
 
-def test_an_unchanged_layout_runs_deepspeed_untouched(worlds: Any, saves: Saves) -> None:
-    """Same layout: DeepSpeed's own method loads, with the user's arguments."""
-    folder, _ = saves(Run(2, 2), MODEL)
-    counts = worlds[2].run("load_counting", run=Run(2, 2), model=MODEL, folder=str(folder))
-    assert counts == [(1, 0), (1, 0)]
-    counts = worlds[2].run("load_counting", run=Run(3, 2), model=MODEL, folder=str(folder))
-    assert counts == [(0, 1), (0, 1)]
+ROUND, ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
+EQUAL = [
+    *(Run(stage, 2) for stage in (0, 1, 2, 3, "bf16")),
+    Run(0, 2, "fp32"),
+    Run(2, 2, options=ROUND),
+    Run(1, 2, options=ALIGNED),
+    Run(3, 2, options={"sub_group_size": 60}),
+]
+OTHERS = [
+    (Run(1, 2), Run(2, 2)),
+    (Run(1, 2), Run("bf16", 2)),
+    (Run(2, 2), Run(2, 3)),
+    (Run(2, 2, options=ROUND), Run(2, 2)),
+    (Run(1, 2), Run(1, 2, options=ALIGNED)),
+    (Run(1, 2, options={"elastic_checkpoint": True}), Run(1, 2, options={"elastic_checkpoint": True})),
+    (Run(3, 2, options={"sub_group_size": 60}), Run(3, 2)),
+    (Run(2, 2), Run(2, 2, "fp32")),
+    (Run(0, 2, "fp32"), Run(0, 2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("saved", "run", "unchanged", "loader"),
+    [
+        *((run, run, "deepspeed", "DeepSpeed") for run in EQUAL),
+        (Run(0, 2), Run(0, 3), "deepspeed", "DeepSpeed"),
+        *((run, run, "direct", "ds_reshard") for run in EQUAL),
+        *((saved, run, "deepspeed", "ds_reshard") for saved, run in OTHERS),
+    ],
+    ids=str,
+)
+def test_equal_buffers_are_deepspeeds_where_that_is_asked_for(
+    worlds: Any, saves: Saves, saved: Run, run: Run, unchanged: str, loader: str
+) -> None:
+    """`"unchanged": "deepspeed"`: its own method, if nothing of the layout differs; else ds_reshard loads."""
+    folder, _ = saves(saved, MODEL)
+    config = {**run.config, "ds_reshard": {"reshard": {"unchanged": unchanged}}}
+    counts = worlds[run.dp].run("load_counting", run=replace(run, config=config), model=MODEL, folder=str(folder))
+    assert counts == [(1, 0) if loader == "DeepSpeed" else (0, 1)] * run.dp
 
 
 def test_a_mesh_of_data_and_sequence_parallel_ranks(worlds: Any, tmp_path: Path) -> None:

@@ -121,12 +121,14 @@ def test_a_rank_that_cannot_say_what_it_has_read_loads_nothing(worlds: Any, save
 
 
 @pytest.mark.parametrize("run", [Run(1, 2), Run(3, 2)], ids=str)
-def test_an_unchanged_layout_costs_two(worlds: Any, saves: Saves, run: Run) -> None:
-    """DeepSpeed loads: what was found, and that every rank is ready."""
+def test_an_unchanged_layout_costs_four_too(worlds: Any, saves: Saves, run: Run) -> None:
+    """It goes the same way."""
     model = Model(groups=2, frozen=True, batchnorm=True)
-    folder, _ = saves(run, model)
+    folder, truth = saves(run, model)
     told = worlds[2].run("collective_jobs.load_counted", run=run, model=model, folder=str(folder))
-    assert [[name for name, _ in collectives] for collectives, _ in told] == [[FOUND, READY]] * 2
+    for collectives, _ in told:
+        assert [name for name, _ in own(collectives, run.stage)] == [FOUND, READY, READ, DONE]
+    assert_same(truth, [held for _, held in told])
 
 
 @pytest.mark.parametrize("stage", (1, 2, 3))

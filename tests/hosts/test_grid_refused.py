@@ -265,7 +265,7 @@ REFUSED = {
         ALIKE,
         changed(MODEL, lambda content: content["optimizer"]["state"].pop(0) and None),
         "ParamGroupMismatch",
-        "a stage-0 optimizer names no parameter, and its param groups are not those of this run",
+        "beside others with states (expected states of all trained parameters, found none of some)",
     ),
     "stages of stage 0 in one another's place": (
         ALIKE,
@@ -376,14 +376,16 @@ AS_SAVED = {
 
 
 @pytest.mark.parametrize("case", AS_SAVED)
+@pytest.mark.parametrize("unchanged", ["direct", "deepspeed"])
 def test_stages_that_lack_a_weight_are_refused_on_every_rank(
-    worlds: Any, folders: Folders, tmp_path: Path, case: str
+    worlds: Any, folders: Folders, tmp_path: Path, case: str, unchanged: str
 ) -> None:
     """At stage 0, as saved: DeepSpeed stops one stage, for which others wait, or all keep what was built."""
     source, damage, text = AS_SAVED[case]
     folder = shutil.copytree(folders(source), tmp_path / "broken")
     damage(folder / "t")
-    told = worlds[2].run("grid_jobs.refused", grid=source, folder=str(folder))
+    config = {"ds_reshard": {"reshard": {"unchanged": unchanged}}}
+    told = worlds[2].run("grid_jobs.refused", grid=replace(source, config=config), folder=str(folder))
     assert {(name, same) for name, _, same in told} == {("ModelMismatch", True)}, told
     assert text in told[0][1] and len({said for _, said, _ in told}) == 1
 

@@ -125,13 +125,11 @@ def test_cpu_offloaded_optimizers_on_either_side(worlds: Any, saves: Saves, sour
 
 @pytest.mark.parametrize("run", (Run(1, 2), Run(2, 3), Run(3, 2), Run("bf16", 2), Run(3, 3, "fp32")), ids=str)
 def test_the_direct_path_on_an_unchanged_layout_equals_deepspeed(worlds: Any, saves: Saves, run: Run) -> None:
-    """`"always": true` gives what DeepSpeed's own load gives, losses included."""
+    """It gives what DeepSpeed's own load gives, losses included."""
     model = Model(groups=2, frozen=True, batchnorm=True)
     folder, saved = saves(run, model)
     plain = worlds[run.dp].run("load", run=run, model=model, folder=str(folder), hooks=False, more=2)
-    direct = worlds[run.dp].run(
-        "load", run=run, model=model, folder=str(folder), reshard={"reshard": {"always": True}}, more=2
-    )
+    direct = worlds[run.dp].run("load", run=run, model=model, folder=str(folder), more=2)
     assert_same(saved, direct)
     for one, other in zip(plain, direct, strict=True):
         assert one["later"] == other["later"]

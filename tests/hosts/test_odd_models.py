@@ -169,6 +169,18 @@ def test_states_of_stage_0_that_follow_no_parameter_are_refused(
     assert not _weights_of(saved, loaded, loaded[0]["weights"]) and loaded[0]["scheduler"] == saved[0]["scheduler"]
 
 
+@pytest.mark.parametrize("odd", ("blocks", "weight", "own", "counted", "listed"))
+@pytest.mark.parametrize("dtype", ("fp32", "bf16"))
+def test_states_of_stage_0_that_follow_no_parameter_are_left_to_deepspeed_at_home(
+    worlds: Any, tmp_path: Path, odd: str, dtype: str
+) -> None:
+    """As Adafactor's rows and columns, and the blocks of 8-bit optimizers, are."""
+    model = Model(optimizer=f"odd_{odd}")
+    run = Run(0, 2, dtype)
+    worlds[2].run("save", run=run, model=model, folder=str(tmp_path))
+    assert worlds[2].run("load_counting", run=run, model=model, folder=str(tmp_path)) == [(1, 0), (1, 0)]
+
+
 @pytest.mark.parametrize("target", (Run(1, 2), Run(3, 1), Run(0, 1)), ids=str)
 def test_states_that_are_no_fractions_stay_what_they_are(worlds: Any, tmp_path: Path, target: Run) -> None:
     """torch, and so DeepSpeed at an unchanged layout, casts the states that it loads to the type of the masters."""
@@ -200,7 +212,8 @@ def test_a_config_that_names_the_rank_is_no_fault(worlds: Any, tmp_path: Path) -
 def test_a_crash_anywhere_on_one_rank_ends_on_every_rank(worlds: Any, saves: Saves, place: str) -> None:
     """Before, between and after the collectives: the others raise too, within the time of one collective."""
     folder, _ = saves(Run(3, 2), Model())
-    target = Run(3, 2) if place == "check" else Run(2, 2)
+    by_deepspeed = {"ds_reshard": {"reshard": {"unchanged": "deepspeed"}}}
+    target = Run(3, 2, config=by_deepspeed) if place == "check" else Run(2, 2)
     refused = worlds[2].run("load_refused", run=target, model=Model(), folder=str(folder), fault=f"crash in {place}")
     assert {r["error"] for r in refused} == {"InternalError"} and len({r["text"] for r in refused}) == 1
     assert "rank 1" in refused[0]["text"]

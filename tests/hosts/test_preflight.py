@@ -83,6 +83,7 @@ def _drop(name: str) -> Callable[[Path], None]:
 
 ROUND, ALIGNED = {"round_robin_gradients": True}, {"parameter_alignment": True}
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+AS_SAVED = {"reshard": {"unchanged": "deepspeed"}}
 MODEL_0 = "*mp_rank_00_model_states.pt"
 OPTIM_0, OPTIM_1 = (f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2))
 PAIRS = [
@@ -92,32 +93,36 @@ PAIRS = [
         for n, (a, b) in enumerate((a, b) for a in (1, 2, 3, "bf16", 0) for b in (1, 2, 3, "bf16", 0))
         if not (a == b and 1 + n % 3 == 2) and (a, b) != (0, 0)
     ),
-    # the same layout, which DeepSpeed loads itself, and what only looks the same
-    *(Pair(Run(stage, 2), Run(stage, 2), "DeepSpeed", model=TIED) for stage in (1, 2, 3, "bf16", 0)),
-    Pair(Run(0, 2), Run(0, 3), "DeepSpeed", model=TIED),
-    Pair(Run(2, 2), Run(2, 2), section={"reshard": {"always": True}}, name="always"),
+    # the same layout, also where it is left to DeepSpeed, and what only looks the same
+    *(Pair(Run(stage, 2), Run(stage, 2), model=TIED) for stage in (1, 2, 3, "bf16", 0)),
+    Pair(Run(0, 2), Run(0, 3), model=TIED),
+    *(
+        Pair(Run(stage, 2), Run(stage, 2), "DeepSpeed", model=TIED, section=AS_SAVED, name="left")
+        for stage in (1, 2, 3, "bf16", 0)
+    ),
+    Pair(Run(0, 2), Run(0, 3), "DeepSpeed", model=TIED, section=AS_SAVED, name="left"),
     Pair(Run(2, 2), Run(2, 2), section={"reshard": {"verify": "fingerprint"}}, name="proved"),
     Pair(Run(2, 2), Run(2, 2), "DeepSpeed", section={"enabled": False}, name="disabled"),
     Pair(Run(2, 2, options=ROUND), Run(2, 2)),
     Pair(Run(2, 2), Run(2, 2, options=ROUND)),
-    Pair(Run(2, 2, options=ROUND), Run(2, 2, options=ROUND), "DeepSpeed"),
+    Pair(Run(2, 2, options=ROUND), Run(2, 2, options=ROUND), "DeepSpeed", section=AS_SAVED, name="left"),
     Pair(Run(1, 3, options=ROUND), Run(2, 2, options=ROUND)),
     Pair(Run(1, 2), Run(1, 2, options=ALIGNED)),
-    Pair(Run(1, 2, options=ALIGNED), Run(1, 2, options=ALIGNED), "DeepSpeed"),
+    Pair(Run(1, 2, options=ALIGNED), Run(1, 2, options=ALIGNED), "DeepSpeed", section=AS_SAVED, name="left"),
     Pair(Run(1, 2, options={"elastic_checkpoint": True}), Run(1, 2)),
     Pair(Run(3, 2, options={"sub_group_size": 60}), Run(3, 2)),
-    Pair(Run(3, 2, options={"sub_group_size": 60}), Run(3, 2, options={"sub_group_size": 60}), "DeepSpeed"),
+    Pair(Run(3, 2, options={"sub_group_size": 60}), Run(3, 2, options={"sub_group_size": 60})),
     Pair(Run(2, 2, options=OFFLOAD), Run(3, 3, options=OFFLOAD)),
     # another precision
     Pair(Run(2, 2), Run(2, 2, dtype="fp32"), model=PLAIN),
     Pair(Run(1, 2, dtype="fp32"), Run(3, 1), model=PLAIN),
-    Pair(Run(3, 2, dtype="fp32"), Run(3, 2, dtype="fp32"), "DeepSpeed", model=PLAIN),
+    Pair(Run(3, 2, dtype="fp32"), Run(3, 2, dtype="fp32"), model=PLAIN),
     # the resume policy
     *(
         Pair(Run(2, 2), Run(1, 1 + n % 2), flags=(flag,), model=PLAIN)
         for n, flag in enumerate(("--override-opt-param-scheduler", "--no-load-lr-state", "--no-load-optim"))
     ),
-    Pair(Run(2, 2), Run(2, 2), "DeepSpeed", flags=("--override-opt-param-scheduler",), model=PLAIN),
+    Pair(Run(2, 2), Run(2, 2), flags=("--override-opt-param-scheduler",), model=PLAIN),
     Pair(Run(2, 2), Run(2, 2), flags=("--load-masters-only",), model=PLAIN),
     Pair(Run(2, 2), Run(1, 1), flags=("--override-optim-hparams", "betas,eps"), model=PLAIN),
     Pair(Run(2, 2), Run(1, 1), flags=("--finetune",), model=PLAIN),
@@ -130,7 +135,7 @@ PAIRS = [
     Pair(Run(2, 2), Run(1, 1), refused="ConfigError", section={"reshard": {"thread": 2}}, model=PLAIN),
     # another model
     Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(extra=True)),
-    Pair(Run(2, 2), Run(2, 2), "DeepSpeed", model=PLAIN, other=PLAIN, name="its own model"),
+    Pair(Run(2, 2), Run(2, 2), model=PLAIN, other=PLAIN, name="its own model"),
     Pair(Run(3, 2), Run(3, 1), refused="ModelMismatch", model=PLAIN, other=Model(frozen=True)),
     Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(optimizer="sgd")),
     Pair(Run(2, 2), Run(1, 1), refused="ParamGroupMismatch", model=TWO, other=Model(frozen=True, batchnorm=True)),
@@ -217,17 +222,17 @@ NEW = {"lr": 0.5, "weight_decay": 0.7, "eps": 1e-6}
 OF_JSON = [
     # saved, what changes, the loader or the error; the optimizer and the schedule are the JSON's, all values are known
     (WARMUP, {"run": Run(2, 2)}, "ds_reshard", ""),
-    (WARMUP, {**NEW, "scheduler": ("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 8})}, "DeepSpeed", ""),
+    (WARMUP, {**NEW, "scheduler": ("WarmupLR", {"warmup_max_lr": 0.5, "warmup_num_steps": 8})}, "ds_reshard", ""),
     *(
         (saved, {**NEW, "run": run, "policy": {"scheduler": policy}}, "ds_reshard", "")
         for saved in (WARMUP, COSINE, ALONE)
         for run, policy in ((Run(3, 2), "override"), (Run(2, 1), "checkpoint"), (Run(1, 2), "reset"))
     ),
-    (COSINE, {**NEW, "policy": {"scheduler": "override"}}, "DeepSpeed", ""),
+    (COSINE, {**NEW, "policy": {"scheduler": "override"}}, "ds_reshard", ""),
     (COSINE, {**NEW, "policy": {"scheduler": "strict"}}, "", "ScheduleMismatch"),
-    (COSINE, {"policy": {"scheduler": "strict"}}, "DeepSpeed", ""),
+    (COSINE, {"policy": {"scheduler": "strict"}}, "ds_reshard", ""),
     (ALONE, {**NEW, "policy": {"optimizer": "skip"}}, "ds_reshard", ""),
-    (ALONE, {**NEW, "policy": {"hyperparameters": ["lr", "eps"]}}, "DeepSpeed", ""),
+    (ALONE, {**NEW, "policy": {"hyperparameters": ["lr", "eps"]}}, "ds_reshard", ""),
     (WARMUP, {"policy": {"hyperparameters": ["lr"]}}, "", "ConfigError"),
     (ALONE, {"scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
     (TORCH, {"json": True, "scheduler": WARMUP.scheduler}, "", "ModelMismatch"),
@@ -355,7 +360,8 @@ def test_moments_that_an_offload_in_part_loses(saves: Saves, foreseen: Any) -> N
 @pytest.mark.parametrize("run", [Run(2, 2, options=OFFLOAD), Run(2, 2)], ids=str)
 def test_memory_of_what_is_offloaded_and_of_what_deepspeed_reads(saves: Saves, foreseen: Any, run: Run) -> None:
     """The optimizer's is the host's where it is offloaded; files that DeepSpeed reads are there whole, beside it."""
-    said = foreseen.forecast(str(saves(Run(2, 2), PLAIN)[0]), foreseen.PlannedRun(config=ds_config(run), world=2))
+    config = {**ds_config(run), "ds_reshard": AS_SAVED}
+    said = foreseen.forecast(str(saves(Run(2, 2), PLAIN)[0]), foreseen.PlannedRun(config=config, world=2))
     (cost, _) = said.costs
     held = cost.optimizer_nbytes * (run.options == OFFLOAD)
     assert said.loader == "DeepSpeed" and said.buffer_nbytes == 0

@@ -30,6 +30,7 @@ def test_a_run_without_tensor_parallelism_of_what_several_such_ranks_saved(
         assert [fault.error for fault in said.faults] == ["UnsupportedLayout"]
 
 
+LEFT = {"ds_reshard": {"reshard": {"unchanged": "deepspeed"}}}
 TENSOR = [
     *(
         (Grid(kind, tp=2, dp=1, stage=a, dtype=dtype), Grid(kind, tp=2, dp=2, stage=b, dtype=dtype), "ds_reshard")
@@ -41,10 +42,10 @@ TENSOR = [
         )
     ),
     *(
-        (Grid(kind, tp=2, dp=1, stage=stage), Grid(kind, tp=2, dp=1, stage=stage), "DeepSpeed")
-        for kind, stage in (("autotp", 1), ("mpu", 2))
+        (Grid(kind, tp=2, dp=dp, stage=stage), Grid(kind, tp=2, dp=dp, stage=stage, config=config), loader)
+        for kind, dp, stage in (("autotp", 1, 1), ("mpu", 1, 2), ("autotp", 2, 1), ("autotp", 2, 3))
+        for config, loader in ((LEFT, "DeepSpeed"), ({}, "ds_reshard"))
     ),
-    *((Grid("autotp", tp=2, dp=2, stage=s), Grid("autotp", tp=2, dp=2, stage=s), "DeepSpeed") for s in (1, 3)),
 ]
 
 
@@ -96,7 +97,7 @@ EXPERTS = [
             (2, 2, 4, 1, 1, {"use_data_before_expert_parallelism": True}),
         )
     ),
-    (Grid("moe", ep=1, dp=4), Grid("moe", ep=1, dp=4), "DeepSpeed"),
+    (Grid("moe", ep=1, dp=4), Grid("moe", ep=1, dp=4, config=LEFT), "DeepSpeed"),
 ]
 
 

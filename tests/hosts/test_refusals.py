@@ -47,11 +47,10 @@ def test_an_unsupported_feature_is_refused_by_name(worlds: Any, saves: Saves, fe
 
 @pytest.mark.parametrize("feature", ("ZenFlow", "MiCS"))
 def test_an_unsupported_feature_on_its_own_layout_is_deepspeeds(worlds: Any, saves: Saves, feature: str) -> None:
-    """The layout is unchanged: DeepSpeed's own method is called, whatever it makes of it, also with `always`."""
+    """The layout is unchanged: DeepSpeed's own method is called, whatever it makes of it."""
     folder, _ = saves(Run(3, 2), MODEL)
-    run = Run(3, 2, config={"ds_reshard": {"reshard": {"always": True}}})
     told = worlds[2].run(
-        "refused_jobs.load_with_feature", run=run, model=MODEL, folder=str(folder), switch=FEATURES[feature]
+        "refused_jobs.load_with_feature", run=Run(3, 2), model=MODEL, folder=str(folder), switch=FEATURES[feature]
     )
     assert {error for error, _ in told} == {"original"}
     assert ("begin anew" in told[0][1]) is (feature == "ZenFlow") and not told[1][1]
@@ -216,21 +215,21 @@ def test_a_rank_that_is_refused_does_not_leave_others_waiting(worlds: Any, saves
 
 
 @pytest.mark.parametrize(
-    ("dp", "always", "expected"),
+    ("dp", "unchanged", "expected"),
     [
-        (2, False, ["done", "done", [3, 2]]),  # DeepSpeed loads, and sees no damage
-        (2, True, ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
-        (1, False, ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
+        (2, "deepspeed", ["done", "done", [3, 2]]),  # which sees no damage
+        (2, "direct", ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
+        (1, "direct", ["ChecksumMismatch", "EngineUnusable", [2, 2]]),
     ],
 )
 def test_what_others_put_on_the_engine_stays_there(
-    worlds: Any, saves: Saves, tmp_path: Path, dp: int, always: bool, expected: list[Any]
+    worlds: Any, saves: Saves, tmp_path: Path, dp: int, unchanged: str, expected: list[Any]
 ) -> None:
     """A wrapper around `engine.step` sees each update: after loads of either loader, and one that has failed."""
     folder, _ = saves(Run(2, 2), MODEL)
     bad = Path(shutil.copytree(folder, tmp_path / "bad"))
     flip("bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "/data/")(bad / "global_step3")
-    run = Run(2, dp, config={"ds_reshard": {"reshard": {"always": always}}})
+    run = Run(2, dp, config={"ds_reshard": {"reshard": {"unchanged": unchanged}}})
     asked = {"run": run, "model": MODEL, "folder": str(folder), "bad": str(bad)}
     for told in worlds[dp].run("refused_jobs.load_under_wrappers", **asked):
         assert told == expected

@@ -49,13 +49,17 @@ LAYOUTS = (Run(0, 1), Run(1, 1), Run(2, 2), Run(3, 2), Run("bf16", 1))
 POLICIES = ("override", "checkpoint", "reset")
 
 
-def _rows() -> list[tuple[str, Run, str]]:
-    """Every scheduler on every layout; the policies take turns, so that each meets each of both."""
+def _rows() -> list[tuple[str, Run, str, str]]:
+    """Every scheduler on every layout; policies and loaders take turns, so that each policy meets each of them."""
     rows = [
-        (kind, run, POLICIES[(number + at) % 3]) for number, kind in enumerate(SAVED) for at, run in enumerate(LAYOUTS)
+        (kind, run, POLICIES[(number + at) % 3], ("direct", "deepspeed")[(number + at) % 2])
+        for number, kind in enumerate(SAVED)
+        for at, run in enumerate(LAYOUTS)
     ]
     # No checkpoint holds the function of a LambdaLR.
-    return [(kind, run, "override" if (kind, of) == ("LambdaLR", "checkpoint") else of) for kind, run, of in rows]
+    return [
+        (kind, run, "override" if (kind, of) == ("LambdaLR", "checkpoint") else of, by) for kind, run, of, by in rows
+    ]
 
 
 def _new(kind: str, run: Run) -> Setup:
@@ -63,14 +67,14 @@ def _new(kind: str, run: Run) -> Setup:
 
 
 def test_every_policy_meets_every_scheduler_and_layout() -> None:
-    for at, values in ((0, SAVED), (1, LAYOUTS)):
+    for at, values in ((0, SAVED), (1, LAYOUTS), (3, ("direct", "deepspeed"))):
         met = {(str(row[at]), row[2]) for row in _rows()}
         assert met == {(str(value), of) for value in values for of in POLICIES} - {("LambdaLR", "checkpoint")}
 
 
-@pytest.mark.parametrize(("kind", "run", "policy"), _rows(), ids=str)
+@pytest.mark.parametrize(("kind", "run", "policy", "by"), _rows(), ids=str)
 def test_the_rates_are_those_of_the_policy_from_the_first_step_and_the_moments_stay(
-    worlds: Any, kept: Any, kind: str, run: Run, policy: str
+    worlds: Any, kept: Any, kind: str, run: Run, policy: str, by: str
 ) -> None:
     """On an unchanged layout: each step as in an uninterrupted run of this or of the saving run's configuration.
 
@@ -79,7 +83,7 @@ def test_the_rates_are_those_of_the_policy_from_the_first_step_and_the_moments_s
     """
     folder, saved = kept(SAVED[kind].but(run=run))
     new = _new(kind, run)
-    loaded = resume(worlds, new.but(policy={"scheduler": policy}), folder)
+    loaded = resume(worlds, new.but(policy={"scheduler": policy}, unchanged=by), folder)
     assert loaded[0]["error"] is None, loaded[0].get("text")
     there = rates(saved[0]["rates"])
     expected = there if policy == "checkpoint" else rates(uninterrupted(worlds, new, 0 if policy == "reset" else STEPS))

@@ -7,8 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from gathered import gathered, same_bits
 
+from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.operations import convert
 
 pytestmark = pytest.mark.distributed
@@ -81,8 +83,11 @@ def _loaded(
 def test_another_precision_scales_as_this_run_says(
     worlds: Any, tmp_path: Path, saved: tuple[int, str], loaded: tuple[int, str]
 ) -> None:
-    """Every precision has a scaler, of scale 1 where it needs none: DeepSpeed's own load switches scaling on or off."""
-    scales = _loaded(worlds, tmp_path, saved, loaded)
+    """Every precision has a scaler, of scale 1 where it needs none: DeepSpeed's own load switches scaling on or off.
+
+    So its own load takes none of another, though it is asked for and nothing else differs.
+    """
+    scales = _loaded(worlds, tmp_path, saved, loaded, {"reshard": {"unchanged": "deepspeed"}})
     assert scales["now"] == scales["own"] != scales["saved"]
 
 
@@ -93,13 +98,35 @@ def test_fp16_goes_on_with_the_scale_that_was_saved(worlds: Any, tmp_path: Path,
 
 
 @pytest.mark.parametrize("kind", ["fp16", "fp16 static"])
-@pytest.mark.parametrize("stages", [(0, 1), (0, 2), (0, 3), (2, 0), (3, 0)], ids=str)
+@pytest.mark.parametrize("stages", [(0, 0), (0, 1), (0, 2), (0, 3), (2, 0), (3, 0)], ids=str)
 def test_between_stage_0_and_the_others_too(worlds: Any, tmp_path: Path, stages: tuple[int, int], kind: str) -> None:
     """Stage 0 keeps it elsewhere: scale, count and last overflow, by which the next doubling comes in time."""
     scales = _loaded(worlds, tmp_path, (stages[0], kind), (stages[1], kind))
     assert scales["now"][0] == scales["saved"][0]
     assert kind == "fp16 static" or scales["counted"][0] == scales["counted"][1]
     assert (scales["own"][0] == scales["saved"][0]) is (kind == "fp16 static")
+
+
+def test_a_deepspeed_that_keeps_it_in_the_optimizer_itself() -> None:
+    """`FP16_Optimizer` of DeepSpeed before 0.18 counts in attributes of its own (synthetic)."""
+    from ds_reshard.hosts.deepspeed.engine import _scaler
+    from ds_reshard.hosts.deepspeed.entries import OptimizerValues, loss_scaling
+    from ds_reshard.hosts.deepspeed.move import _adopt_stage0
+
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+    inner = torch.optim.SGD([weight], lr=0.1)
+    own = {"dynamic_loss_scale": True, "cur_scale": 65536.0, "cur_iter": 0, "last_overflow_iter": -1}
+    wrapper = type("FP16_Optimizer", (SimpleNamespace,), {"__module__": "deepspeed.runtime.fp16.fused_optimizer"})
+    engine: Any = SimpleNamespace(optimizer=wrapper(optimizer=inner, **own))
+    run: Any = SimpleNamespace(fp16=True, optimizer=SimpleNamespace(stage=0, scaler=_scaler(engine.optimizer)))
+    saved = {"dynamic_loss_scale": True, "cur_scale": 512.0, "cur_iter": 9, "last_overflow_iter": 4}
+    model = SimpleNamespace(in_fp16=True)
+    checkpoint: Any = SimpleNamespace(optimizer_entries=saved, stage=0, model=model)
+    request: Any = SimpleNamespace(replaced=frozenset())
+    extras = loss_scaling(run, checkpoint, Settings(), request)
+    values = OptimizerValues(groups={}, scalars={}, extras=extras, step=None)
+    _adopt_stage0(engine, values, {"state": {}, "param_groups": [{"lr": 0.1}]})
+    assert {name: getattr(engine.optimizer, name) for name in saved} == saved
 
 
 @pytest.mark.parametrize("stages", [(0, 2), (2, 0)], ids=str)

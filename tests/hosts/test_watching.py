@@ -34,12 +34,13 @@ def _events(file: Path) -> list[dict[str, Any]]:
 
 
 def test_every_load_is_one_line(saves: Saves, worlds: Any, tmp_path: Path) -> None:
-    """Another layout, the same one, and a refused one; whatever was in the file stays."""
+    """Another layout, the same one by DeepSpeed, and a refused one; whatever was in the file stays."""
     folder, file = str(saves(SAVED, MODEL)[0]), tmp_path / "events.jsonl"
     file.write_text('{"event": "of another job"}\n')
     asked = {"events": str(file)}
     worlds[2].run("load", run=RUN, model=MODEL, folder=folder, reshard=asked)
-    worlds[2].run("load", run=SAVED, model=MODEL, folder=folder, reshard=asked)
+    left = {**asked, "reshard": {"unchanged": "deepspeed"}}
+    worlds[2].run("load", run=SAVED, model=MODEL, folder=folder, reshard=left)
     damaged = Path(shutil.copytree(folder, tmp_path / "damaged"))
     next(damaged.glob("global_step3/*optim_states.pt")).unlink()
     told = worlds[2].run("load_refused", run=RUN, model=MODEL, folder=str(damaged), reshard=asked)

@@ -108,8 +108,8 @@ class AnyCheckpoint:
     merge all `stages`; `later_stage_weights` are weights that only a later stage's file holds, or at ZeRO stage 0 may.
     With tensor parallelism `model` may merge the model files of all ranks, `tp_models`, into whole tensors; `splits`
     then says how each was split. With `masters_in_module` (fp32 training at stage 0) the weights are the masters: both
-    keys name the same bytes, which are read once. `unreshardable` are faults of stage-0 states that are not shaped like
-    a parameter.
+    keys name the same bytes, which are read once. `unreshardable` are the names of stage-0 states that are not
+    shaped like a parameter, each with its fault.
     """
 
     listing: Listing
@@ -123,7 +123,7 @@ class AnyCheckpoint:
     later_stage_weights: frozenset[str] = frozenset()
     tp_models: tuple[ModelStates, ...] = ()
     splits: Mapping[str, TensorSplit] = field(default_factory=dict)
-    unreshardable: tuple[Fault, ...] = ()
+    unreshardable: tuple[tuple[str, Fault], ...] = ()
 
     @property
     def optimizer_entries(self) -> Mapping[str, object]:

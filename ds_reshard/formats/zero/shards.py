@@ -12,7 +12,7 @@ from hashlib import blake2b
 from math import prod
 
 from ds_reshard.containers.crc import repeated
-from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
+from ds_reshard.errors import AS_SAVED, CheckpointDamaged, Fault, UnsupportedLayout, damaged, fail, raise_faults
 from ds_reshard.formats.zero.autoep import EXPERT_FILES, expert_file
 from ds_reshard.formats.zero.checkpoint import AUTOEP, MODEL, OPTIM, GridColumn, ZeroCheckpoint, kinds_of
 from ds_reshard.formats.zero.flat import FlatBuffer
@@ -59,7 +59,7 @@ def _difference_fault(path: str, first: str, key: str, value: str, other_value: 
     """Return the fault that `key` differs between two files: an optimizer may keep states per rank, but one step."""
     if key.startswith(STATE):
         what = f"{key} is not as in {first}: the optimizer keeps it per rank, or the files are of two saves"
-        mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+        mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
         return UnsupportedLayout.fault(path, what, value, other_value, mend=mend)
     what = f"is of another step or run than {first}: {key} differs"
     mend = "restore all files of one save, or load another tag"

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ds_reshard.containers.torch_zip import TorchArchive, open_archive
 from ds_reshard.errors import (
+    AS_SAVED,
     Fault,
     ModelMismatch,
     ParamGroupMismatch,
@@ -113,7 +114,8 @@ def _outline(groups: Iterable[Mapping[str, object]]) -> list[tuple[object, int]]
 class _Found:
     """What has been read so far: tensors by buffer, placements, scalar states, faults; `uncut` as of ZeroCheckpoint.
 
-    `raw` says that the weights are the masters.
+    `raw` says that the weights are the masters. `shapes` has for each state the parameters that have it as a tensor,
+    with their shapes and its own.
     """
 
     path: str
@@ -122,16 +124,22 @@ class _Found:
     placements: list[Placement] = field(default_factory=list)
     scalars: dict[str, dict[str, Scalar]] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
-    uncut: list[Fault] = field(default_factory=list)
+    uncut: list[tuple[str, Fault]] = field(default_factory=list)
     groups: list[GroupFacts] = field(default_factory=list)
     raw: bool = False
+    shapes: dict[str, list[tuple[str, Shape, Shape]]] = field(default_factory=dict)
 
     def place(self, name: str, kind: str, shape: Shape, tensor: TensorRecord, *, state: bool = True) -> None:
-        if (state and (kind in RESERVED or "/" in kind)) or tensor.shape != shape:
+        if state and (kind in RESERVED or "/" in kind):
+            self.uncut.append((kind, _uncut(f"{kind} of {name}", "a name that is used for something else")))
+            return
+        if tensor.shape != shape:
             self.faults.append(_order_fault(name, kind, shape, tensor.shape))
             return
         if not tensor.contiguous:
-            (self.uncut if state else self.faults).append(_strided(f"{kind} of {name}"))
+            fault = _strided(f"{kind} of {name}")
+            self.uncut += [(kind, fault)] if state else []
+            self.faults += [] if state else [fault]
             return
         buffer = f"{kind}/{name}"
         self.tensors[buffer] = tensor
@@ -142,13 +150,17 @@ class _Found:
             found: Scalar = ScalarTensor(dtype=value.dtype, shape=value.shape, data=self.archive.tensor_bytes(value))
         elif value is None or isinstance(value, int | float | bool | str):
             found = value
-        elif isinstance(value, TensorRecord):
-            self.faults.append(_order_fault(name, kind, (1,), value.shape))
-            return
         else:
-            self.uncut.append(_uncut(f"{kind} of {name}", type(value).__name__))
+            what = f"shape {list(value.shape)}" if isinstance(value, TensorRecord) else type(value).__name__
+            self.uncut.append((kind, _uncut(f"{kind} of {name}", what)))
             return
         self.scalars.setdefault(name, {})[kind] = found
+
+    def order_faults(self) -> Iterator[Fault]:
+        """Yield faults of states that have the shapes of all their parameters, but not each that of its own."""
+        for kind, rows in self.shapes.items():
+            if sorted(shape for _, shape, _ in rows) == sorted(saved for *_, saved in rows):
+                yield from (_order_fault(name, kind, *pair) for name, *pair in rows if pair[0] != pair[1])
 
 
 Named = tuple[ZeroCheckpoint, dict[int, Mapping[str, Extent]]]
@@ -187,7 +199,7 @@ def with_order(
         with collected(faults):
             named.append(_named(model, own_groups))
     if len(columns) > 1:
-        faults += [fault for found in named for fault in found.uncut]
+        faults += [fault for found in named for _, fault in found.uncut]
         of, alike = ("expert", _alike) if checkpoint.listing.ep_optim else ("tensor", _by_name)
         for found in named[1:]:
             if alike(found) != alike(named[0]):
@@ -287,13 +299,16 @@ def _named(model: ModelStates, order: Sequence[_Group]) -> _Found:
         raise fail(model.path, "holds no optimizer state", "an entry 'optimizer'", type(saved).__name__)
     inner = saved.get("optimizer_state_dict", saved)
     if not isinstance(inner, dict) or not isinstance(inner.get("param_groups"), list):
-        raise fail(model.path, "has an optimizer of an unknown layout", "a torch optimizer state", str(sorted(saved)))
+        what, mend = "has an optimizer state of a form of its own", f"{AS_SAVED}, or pass load_optimizer_states=False"
+        raise UnsupportedLayout.of(
+            model.path, what, "state, param_groups", ", ".join(sorted(map(str, inner))), mend=mend
+        )
     groups = inner["param_groups"]
     if len(groups) != len(order):
         raise_faults([groups_fault(model.path, len(order), len(groups))], subject="matching a stage-0 optimizer")
     with open_archive(model.path) as archive:
         found = _Found(path=model.path, archive=archive)
-        found.uncut += [_uncut(name, what) for name, what in optimizer_values(inner).items()]
+        found.uncut += [(name, _uncut(name, what)) for name, what in optimizer_values(inner).items()]
         found.raw = "fp32_groups" not in saved and "fp32_groups_flat" not in saved
         for g, (group, own) in enumerate(zip(groups, order, strict=True)):
             if "fp32_groups_flat" in saved:
@@ -308,7 +323,7 @@ def _named(model: ModelStates, order: Sequence[_Group]) -> _Found:
                 for index, (name, shape), master in zip(indices, own.own.items(), saved["fp32_groups"][g], strict=True):
                     found.place(name, "fp32", shape, master, state=False)
                     _states(found, name, shape, held.get(index, {}))
-    raise_faults(found.faults, subject=f"checkpoint {model.path}")
+    raise_faults([*found.faults, *found.order_faults()], subject=f"checkpoint {model.path}")
     if found.raw:
         for name, shape in ((n, s) for one in order for n, s in one.own.items()):
             if name in model.module:
@@ -356,21 +371,25 @@ def _raw(found: _Found, states: Mapping[int, Mapping[str, object]], indices: Seq
             return
         names = [next(trained, None) if one else None for one in held]
     whole = len(indices) == len(group.shapes)
-    empty = {name for name, shape in own.items() if whole and not prod(shape)}  # which DeepSpeed gives no gradient
-    with_states = sum((one and (n in own or not whole)) or n in empty for n, one in zip(names, held, strict=True))
-    if with_states != len(own):
-        found.faults.append(groups_fault(found.path, len(own), with_states))
+    lacking: list[str] = []  # DeepSpeed gives an empty parameter no gradient
+    if whole:
+        lacking = [n for n, one in zip(group.shapes, held, strict=True) if n in own and not one and 0 not in own[n]]
+    if lacking or (not whole and sum(held) != len(own)):
+        fault = _lacking_fault(found.path, lacking) if lacking else groups_fault(found.path, len(own), sum(held))
+        found.faults.append(fault)
         return
     for index, name in zip(indices, names, strict=True):
         state = states.get(index) or {}
         if name is not None and name in own:
             _states(found, name, own[name], state)
         elif state:
-            found.uncut.append(_uncut(f"of {name}, which this run does not train,", ", ".join(state)))
+            found.uncut.append(("", _uncut(f"of {name}, which this run does not train,", ", ".join(state))))
 
 
 def _states(found: _Found, name: str, shape: Shape, state: Mapping[str, object]) -> None:
     for kind, value in state.items():
+        if isinstance(value, TensorRecord):
+            found.shapes.setdefault(str(kind), []).append((name, shape, value.shape))
         if isinstance(value, TensorRecord) and value.shape == shape and (shape or kind != "step"):
             found.place(name, str(kind), shape, value)
         else:
@@ -411,22 +430,28 @@ def _order_fault(name: str, kind: str, expected: Shape, found: Shape) -> Fault:
 
 def _uncut(name: str, found: str) -> Fault:
     what = "does not follow the parameters, so it cannot be cut for another layout"
-    mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+    mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
     return UnsupportedLayout.fault(f"optimizer state {name}", what, "a tensor or one value", found, mend=mend)
 
 
 def _strided(name: str) -> Fault:
     what = "does not lie row-major in the file, so it cannot be cut for another layout"
-    mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+    mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
     return UnsupportedLayout.fault(name, what, "a contiguous tensor", "another memory format", mend=mend)
 
 
 def _places_fault(path: str, trained: int, listed: int) -> Fault:
     what = "names no parameter (ZeRO stage 0), and lists frozen ones in an order that no file tells, or with states"
-    mend = "resume with the layout that was saved; or build the optimizer of the parameters that are trained alone"
+    mend = f"{AS_SAVED}; or build the optimizer of the parameters that are trained alone"
     mend += ", or pass load_optimizer_states=False, load_lr_scheduler_states=False"
     expected, found = f"{trained} parameters, which this run trains", f"{listed}"
     return ParamGroupMismatch.fault(path, what, expected, found, mend=mend)
+
+
+def _lacking_fault(path: str, names: Sequence[str]) -> Fault:
+    what = f"has no optimizer states of {', '.join(names[:8])}, beside others with states"
+    mend = f"{AS_SAVED}, or pass load_optimizer_states=False, load_lr_scheduler_states=False"
+    return ParamGroupMismatch.fault(path, what, "states of all trained parameters", "none of some", mend=mend)
 
 
 def groups_fault(path: str, expected: int, found: int) -> Fault:

@@ -464,6 +464,7 @@ class Launch:
             universal=bool(self.ds.load_universal_checkpoint),
             from_masters=bool(self.ds.zero_config.load_from_fp32_weights),
             bf16=bool(self.ds.bfloat16_config.enabled),
+            node_local=bool(self.ds.use_node_local_storage),
             unpickles=section(config, "checkpoint").get("writer") is None,
             swaps=self.stage == 3 and self.offload == "nvme",
         )

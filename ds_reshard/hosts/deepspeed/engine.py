@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ds_reshard.errors import EngineUnusable
@@ -448,6 +449,19 @@ def scale_name(optimizer: object) -> str | None:
     return next((name for name in names if getattr(optimizer, name, None) is not None), None)
 
 
+SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
+
+
+def _scaler(optimizer: object) -> object:
+    """Return what scales the loss, or None. Before DeepSpeed 0.18 `FP16_Optimizer` does it itself (runtime/fp16)."""
+    name = scale_name(optimizer)
+    if name is not None or not hasattr(optimizer, "cur_scale"):
+        return getattr(optimizer, name) if name is not None else None
+    names = ("dynamic_loss_scale", *SCALE)
+    return SimpleNamespace(**{name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)})
+
+
 def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
     """The engine's optimizer, None when it has none."""
     kind = live_kind(engine)
@@ -461,7 +475,6 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
     buffers = tuple(_buffers(kind, optimizer, names, place))
     groups, inner = live_groups(engine), inner_of(engine)
     devices, trained = getattr(optimizer, "subgroup_to_device", {}).values(), {n for b in buffers for n in b.shapes}
-    name = scale_name(optimizer)
     return LiveOptimizer(
         kind=kind,
         stage=stage,
@@ -477,8 +490,9 @@ def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:
         states=usual_states(type(inner), {}, flat=True),
         entries=_own_entries(inner),
         unsaved_states=(sum(one != "cpu" for one in devices), len(devices)),
-        scaler=getattr(optimizer, name) if name is not None else None,
+        scaler=_scaler(optimizer),
         computes_norm=bool(getattr(optimizer, "compute_grad_norm", True)),
+        casts_states=not _replaces(inner, "load_state_dict"),
     )
 
 
@@ -498,10 +512,14 @@ def _inner(optimizer: object) -> torch.optim.Optimizer:
 
 def _own_entries(optimizer: torch.optim.Optimizer) -> frozenset[str]:
     """Return the keys of the state dict of an optimizer that replaces torch's `state_dict`; else none."""
+    return frozenset(optimizer.state_dict()) if _replaces(optimizer, "state_dict") else frozenset()
+
+
+def _replaces(optimizer: object, method: str) -> bool:
+    """True if the optimizer's class has a method of its own in place of torch's."""
     import torch
 
-    own = getattr(type(optimizer), "state_dict", None) not in (torch.optim.Optimizer.state_dict, None)
-    return frozenset(optimizer.state_dict()) if own else frozenset()
+    return getattr(type(optimizer), method, None) not in (getattr(torch.optim.Optimizer, method), None)
 
 
 def live_groups(engine: DeepSpeedEngine) -> list[dict[str, object]]:

@@ -21,7 +21,7 @@ from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
 from ds_reshard.execution.deviation import same_bits
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates
-from ds_reshard.hosts.deepspeed.engine import Run, live_kind
+from ds_reshard.hosts.deepspeed.engine import SCALE, Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
 from ds_reshard.model.live_run import LiveModule, Unloaded
@@ -99,10 +99,6 @@ def reads_no_url(load_dir: str) -> Fault:
     return UnsupportedLayout.fault(load_dir, what, mend=mend)
 
 
-_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
-"""What every loss scaler counts with: attributes of an object, at stage 0 entries of the optimizer's own state."""
-
-
 def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, request: Request) -> dict[str, object]:
     """Loss scaler, overflow flag and clipping: restored as DeepSpeed restores them.
 
@@ -118,14 +114,15 @@ def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, reques
     live, saved = run.optimizer.scaler, None
     if "loss_scaler" in entries:
         saved = revived(entries["loss_scaler"], trusted=settings.trust, where="loss_scaler")
-    elif checkpoint.stage == 0 and fp16 and "cur_scale" in entries:
+    elif checkpoint.stage == 0 and (fp16 or not run.optimizer.stage) and "cur_scale" in entries:
         saved = SimpleNamespace(dynamic_loss_scale=entries.get("dynamic_loss_scale"), **_counted(entries.get))
-    if live is None or saved is None or (name != "loss_scaler" and not (fp16 and run.fp16)):
+    alike = fp16 is run.fp16 and (fp16 or checkpoint.stage == 0)
+    if live is None or saved is None or (name != "loss_scaler" and not alike):
         return extras
-    if type(saved) is type(live) and fp16 is run.fp16:
+    if name == "loss_scaler" and type(saved) is type(live) and fp16 is run.fp16:
         extras |= {"loss_scaler": saved, "dynamic_loss_scale": _dynamic(saved)}
         extras["overflow"] = entries.get("overflow", False)
-    elif fp16 and run.fp16 and _dynamic(saved) is _dynamic(live):
+    elif alike and _dynamic(saved) is _dynamic(live):
         extras[name] = made = copy.copy(live)
         for key, value in _counted(lambda key: getattr(saved, key, None)).items():
             if hasattr(made, key):
@@ -141,7 +138,7 @@ def loss_scaling(run: Run, checkpoint: AnyCheckpoint, settings: Settings, reques
 
 def _counted(get: Callable[[str], object]) -> dict[str, object]:
     """What there is of a saved loss scale; a static one has no more than the scale."""
-    return {name: value for name in _SCALE if (value := get(name)) is not None}
+    return {name: value for name in SCALE if (value := get(name)) is not None}
 
 
 def _dynamic(scaler: object) -> bool:

@@ -29,7 +29,8 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, trusted
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, ReshardError, UnsupportedLayout, faults_of, only_as_saved, raise_faults
+from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.execution.cuda import device_faults
 from ds_reshard.execution.states import sampled_loads
 from ds_reshard.formats.zero.checkpoint import MODEL, OPTIM, AnyCheckpoint, ZeroCheckpoint
@@ -92,10 +93,11 @@ Result = tuple[object, object]
 
 @dataclass(slots=True)
 class Decision:
-    """This rank's decision on a load: who loads, and how."""
+    """This rank's decision on a load: who loads, and how. With `can_hand_over` DeepSpeed could load it instead."""
 
     resume: Resume | None = None
     loader: str = ""
+    can_hand_over: bool = False
     shards: ZeroShards | None = None
     prepared: Prepared | None = None
 
@@ -106,7 +108,7 @@ class Decision:
 
 
 def load_checkpoint(call: Call) -> Result:
-    """Load directly from the files if the layout has changed, and through DeepSpeed if it has not.
+    """Load directly from the files, whether the layout has changed or not; through DeepSpeed if nobody else can.
 
     Either way the resume policy decides what is asked for, and what this run's values replace afterwards.
     Collective: every rank calls it with the same arguments, and every rank leaves it the same way.
@@ -230,15 +232,43 @@ class DeepSpeedLoad:
         steps.take(lambda: resume.read(checkpoint, groups, self.settings), subject=subject)
         resume.request = request = replace(resume.request, tag=found.tag)
         subject = f"loading {checkpoint.listing.folder}"
-        made.shards = shards = ZeroShards(checkpoint=checkpoint) if isinstance(checkpoint, ZeroCheckpoint) else None
-        leave = steps.take(lambda: leave_to_deepspeed(run, self.settings, checkpoint, request, shards), subject=subject)
-        made.loader = {True: "DeepSpeed", False: "ds_reshard", None: ""}[leave]
-        if leave is False:
-            made.prepared = steps.take(
-                lambda: prepare(run, checkpoint, groups, request, self.settings), subject=subject
-            )
-            made.shards = made.prepared.shards if made.prepared is not None else None
+        steps.take(lambda: self._choose_loader(made, run, checkpoint, groups, request), subject=subject)
         return made
+
+    def _choose_loader(
+        self, decision: Decision, run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: Request
+    ) -> None:
+        """Prepare the direct load, or leave the load to DeepSpeed: if that is asked for, or nobody else can load it."""
+        settings, can = self.settings, deepspeed_can(run, checkpoint, request)
+        left = can and asks_deepspeed(run, settings, request)
+        faults = neither_loads(run, checkpoint, request, left=left)
+        raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+        decision.can_hand_over = can and not left
+        if not left:
+            try:
+                decision.prepared = prepare(run, checkpoint, groups, request, settings)
+                decision.shards, decision.loader = decision.prepared.shards, "ds_reshard"
+                return
+            except ReshardError as error:
+                found = faults_of(error)
+                own_files = all(fault.mend == SEEN_BY_ALL for fault in found)  # as each node may have saved them
+                if not (decision.can_hand_over and (only_as_saved(found) or own_files)):
+                    raise
+        self._leave(decision, run, checkpoint, request)
+
+    def _leave(self, decision: Decision, run: Run, checkpoint: AnyCheckpoint, request: Request) -> None:
+        """Leave the load to DeepSpeed, once this rank has checked what it will read."""
+        assert isinstance(checkpoint, ZeroCheckpoint), "DeepSpeed loads no other format"
+        decision.prepared, decision.shards = None, ZeroShards(checkpoint=checkpoint)
+        check_left(run, checkpoint, request, decision.shards)
+        decision.loader = "DeepSpeed"
+
+    def hand_over(self, found: Found, decision: Decision) -> None:
+        """Let DeepSpeed load instead, as another rank cannot read what the checkpoint holds."""
+        decision.can_hand_over = False
+        if decision.loader != "DeepSpeed":
+            assert self.run is not None and found.checkpoint is not None and decision.resume is not None
+            self._leave(decision, self.run, found.checkpoint, decision.resume.request)
 
     def readiness(self, found: Found, decision: Decision, files: Mapping[str, bytes]) -> ReadinessReport:
         """What this rank reports of itself, as much as it can if it has failed."""
@@ -249,6 +279,7 @@ class DeepSpeedLoad:
             route=repr((self.run is not None, self.settings.enabled, self.policy)),
             policy=self.policy,
             loader=decision.loader,
+            can_hand_over=decision.can_hand_over,
             arguments=self.request.given if self.settings.enabled else None,
             reshards_states=decision.reshards_states,
             file_sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets),
@@ -320,15 +351,10 @@ class DeepSpeedLoad:
         run, folder = self.run, checkpoint.listing.folder
         if run is None or run.optimizer is None or checkpoint.stage != 0 or not _keeps_own_masters(run):
             return
-        live = run.optimizer
-        names, why = (
-            {name for buffer in live.buffers for name in buffer.shapes},
-            "the run trains other parameters than ",
-        )
-        why += "the saved one, or model and optimizer are of different steps or runs"
+        live, names = run.optimizer, {name for buffer in run.optimizer.buffers for name in buffer.shapes}
         if self.settings.checksum:
             refuse_use(self.engine, f"a load of {folder} did not finish")
-            faults = master_faults(self.engine, live, run.grid, names, folder=folder, why=why)
+            faults = master_faults(self.engine, live, run.grid, names, checkpoint=checkpoint)
             run_on_all(lambda: raise_faults(faults, subject=f"loading {folder}"), subject=f"loading {folder}")
             restore_use(self.engine)
 
@@ -379,54 +405,62 @@ def as_saved(run: Run, found: Found) -> bool:
     return (bool(run.features) or found.on_nodes) and found.sizes == sizes
 
 
-def leave_to_deepspeed(
-    run: Run, settings: Settings, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards | None
-) -> bool:
-    """Whether DeepSpeed's own path takes this load, as this rank sees it; raises what can be loaded by neither.
+def deepspeed_can(run: Run, checkpoint: AnyCheckpoint, request: Request) -> bool:
+    """True if DeepSpeed itself loads this checkpoint into this run, rightly, with these arguments.
 
-    What is left to DeepSpeed has had its structure checked. At
-    stage 3 a load without optimizer states is not left to DeepSpeed: with `load_module_only` it loads
-    nothing, and with `load_optimizer_states=False` the weights of `latest`, whatever the tag
-    (`_load_checkpoint`, runtime/engine.py, 0.19.8; issue 8499 of DeepSpeed). With "load_universal" DeepSpeed
-    takes every folder for a universal one.
+    At stage 3 it loads no weights without optimizer states: with `load_module_only` none, and with
+    `load_optimizer_states=False` those of `latest`, whatever the tag (`_load_checkpoint`, runtime/engine.py, 0.19.8;
+    issue 8499 of DeepSpeed). With "load_universal" it takes every folder for a universal one.
     """
     same = run.unpickles and same_layout(run, checkpoint)
     same = same and not (request.load_optimizer and _overlooked(run, checkpoint))
-    faults: list[Fault] = []
-    if run.features and not same:
-        faults.append(_unsupported_fault(run, run.features, checkpoint))
     weights_alone = checkpoint.stage == 3 or bool(checkpoint.stages) or _keeps_own_masters(run)
     partial = not request.moments if request.load_optimizer else weights_alone
-    custom = request.custom_load_fn is not None  # which DeepSpeed alone calls
-    asked = (settings.always or settings.prove) and not custom
-    always = (asked or run.universal or is_url(request.load_dir)) and checkpoint.stage != 0
-    leave = same and (bool(run.features) or not (always or partial))
-    if custom and not leave:
+    unread = (run.universal and checkpoint.stage != 0) or is_url(request.load_dir)
+    return same and (bool(run.features) or not (unread or partial))
+
+
+def asks_deepspeed(run: Run, settings: Settings, request: Request) -> bool:
+    """True if DeepSpeed is to load what it can, as it alone handles what is asked for."""
+    if run.features or request.custom_load_fn is not None:
+        return True
+    return (settings.unchanged == "deepspeed" or run.node_local) and not settings.prove
+
+
+def neither_loads(run: Run, checkpoint: AnyCheckpoint, request: Request, *, left: bool) -> Iterator[Fault]:
+    """Yield faults of what only DeepSpeed handles, and does not load: not at all, or not if it is not `left` to it."""
+    custom = request.custom_load_fn is not None
+    if run.features and not left:
+        yield _unsupported_fault(run, run.features, checkpoint)
+    if custom and not left:
         what = "is called by DeepSpeed's own load, which takes the layout that was saved, with optimizer states"
         expected = f"stage {checkpoint.displayed_stage}, {checkpoint.grid}, as saved, with optimizer states"
         found = "another layout" if request.load_optimizer else "a load without optimizer states"
         mend = "load without custom_load_fn, or with the optimizer states and the layout that were saved"
         where = "load_checkpoint(custom_load_fn=...)"
-        faults.append(UnsupportedLayout.fault(where, what, expected, found, mend=mend))
-    if leave and request.load_optimizer and not request.moments and "SuperOffload" not in run.features:
-        faults.append(_unsupported_fault(run, (*run.features, "masters without moments"), checkpoint))
-    faults += _unsaved(run, checkpoint, request) if request.load_optimizer else ()
-    faults += _swapping(run) if leave else ()
-    if leave and is_url(request.load_dir):
+        yield UnsupportedLayout.fault(where, what, expected, found, mend=mend)
+    if left and request.load_optimizer and not request.moments and "SuperOffload" not in run.features:
+        yield _unsupported_fault(run, (*run.features, "masters without moments"), checkpoint)
+    yield from _unsaved(run, checkpoint, request) if request.load_optimizer else ()
+
+
+def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards | None) -> None:
+    """Raise if DeepSpeed would fail to load on this rank, or would execute or mistake what it reads."""
+    faults = [*_swapping(run)]
+    if is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
-    if leave and not faults and shards is not None:
+    if not faults and shards is not None:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(run, checkpoint, shards)
         faults += scheduler_faults(run.scheduler, checkpoint.model, request)
-    if leave and checkpoint.stage == 0 and not custom:  # DeepSpeed compares no names there
+    if checkpoint.stage == 0 and request.custom_load_fn is None:  # DeepSpeed compares no names there
         strict = request.strict or request.load_optimizer
         check_trained_names(live_model(run, {}), checkpoint, run.grid, strict=strict)
-    if leave and checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
+    if checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
-    if leave and request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
+    if request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
         logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
-    return leave
 
 
 def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[Fault]:

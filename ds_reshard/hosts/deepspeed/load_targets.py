@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
+from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.flat import slice_numel, sliced_weight, whole_placement
@@ -133,7 +133,8 @@ class Wants:
 
     def targets(self, live: Mapping[str, torch.Tensor]) -> dict[str, TensorTarget]:
         """The buffers of a run by name, and beside its masters the new ones: memory is allocated here, not before."""
-        for buffer in {*(placement.buffer for placement in self.placements.values()), *self.sizes, *self.padded}:
+        wanted = (placement.buffer for placement in self.placements.values())
+        for buffer in dict.fromkeys((*wanted, *self.sizes, *self.padded)):
             if buffer in self.sizes:
                 device = live[f"fp32/{buffer.rpartition('/')[2]}"].device
                 self.tensors[buffer] = torch.empty(self.sizes[buffer], dtype=self.fresh_types[buffer], device=device)
@@ -299,7 +300,7 @@ def _unread(name: str, what: str) -> Fault:
         what,
         "a plain dense tensor, or a share in the optimizer's files",
         "another kind of value, or a placeholder without one",
-        mend="resume with the layout that was saved, where DeepSpeed loads it itself",
+        mend=f"{AS_SAVED}, where DeepSpeed loads it itself",
     )
 
 
@@ -433,24 +434,27 @@ _LIONS, _UNUSED = frozenset({"FusedLion", "DeepSpeedCPULion"}), "exp_avg_sq"
 def state_faults(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that this run's optimizer has not, or has and the checkpoint has not; and those of universal ones."""
     yield from _twin_faults(*live.unsaved_states)
+    passed_over = {name for name, _ in checkpoint.unreshardable} | ({_UNUSED} if live.name in _LIONS else set())
     for number, buffer in enumerate(live.buffers):
         own, saved = buffer.states, frozenset(state_kinds(checkpoint, buffer))
         known = buffer.usual if checkpoint.universal is None else None
         if own is not None and known is not None and checkpoint.facts is not None:
             own |= {name for name, follows in known.items() if not follows}
             saved |= {*checkpoint.facts.scalars.get(next(iter(buffer.shapes), ""), ())} - {"step"}
-        if own is not None and live.name in _LIONS:
-            own, saved = own - {_UNUSED}, saved - {_UNUSED}
+        own, saved = own and own - passed_over, saved - passed_over
         muon = MOMENTUM in (own or ()) and live.groups[buffer.group].get("use_muon")
         if not saved and (muon or _before_first_step(checkpoint)):
             continue
         if own is not None and any(map(prod, buffer.shapes.values())) and own != saved:
+            mend = "build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+            if not saved and checkpoint.stage == 0 and any(state_kinds(checkpoint, one) for one in live.buffers):
+                mend = f"{AS_SAVED}, or {mend}"  # where a parameter that was not trained yet has no states
             yield ModelMismatch.fault(
                 f"flat buffer {number} ({next(iter(buffer.shapes))}, ...)",
                 "was trained by an optimizer of another kind: its states are others",
                 f"{', '.join(sorted(own)) or 'none'}, as {live.name} has them",
                 ", ".join(sorted(saved)) or "none",
-                mend="build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False",
+                mend=mend,
             )
     yield from _universal_faults(live, checkpoint)
     yield from _muon_faults(live, checkpoint)
@@ -482,7 +486,7 @@ def format_faults(live: Optimizer) -> Iterator[Fault]:
     """An optimizer that has a state dict of its own form can be given no other one's states, however they are cut."""
     if live.entries and live.entries != TORCH_ENTRIES:
         what = "has a state dict of a form of its own, which ds_reshard does not make"
-        mend = "resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False"
+        mend = f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False"
         expected, found = ", ".join(sorted(TORCH_ENTRIES)), ", ".join(sorted(map(str, live.entries)))
         yield UnsupportedLayout.fault(f"optimizer {live.name} of this run", what, expected, found, mend=mend)
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from ds_reshard.containers.crc import crc32
@@ -20,8 +21,10 @@ from ds_reshard.execution.deviation import same_bits
 from ds_reshard.execution.fingerprint import Fingerprint, Fingerprints, Witness, held, signed
 from ds_reshard.execution.interfaces import Executor, Outcome
 from ds_reshard.execution.states import OTHERS, Samples, has_moments
+from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.flat import FlatBuffer
 from ds_reshard.hosts.deepspeed.engine import (
+    SCALE,
     Memory,
     Optimizer,
     inner_of,
@@ -424,6 +427,9 @@ def _adopt_stage0(engine: DeepSpeedEngine, values: OptimizerValues, base: dict[s
     for name in ("clip_grad", "loss_scale_config"):
         if name in values.extras and hasattr(optimizer, name):
             setattr(optimizer, name, values.extras[name])
+    for name, value in vars(values.extras.get("loss_scale_config", SimpleNamespace())).items():
+        if name in SCALE and hasattr(optimizer, name):  # which older releases keep in the optimizer itself
+            setattr(optimizer, name, value)
 
 
 def _masters_anew(prepared: Prepared) -> bool:
@@ -496,14 +502,18 @@ def masters_against_weights(engine: DeepSpeedEngine, prepared: Prepared) -> Iter
     if live is None or prepared.values is None or not masters_read(prepared):
         return
     read = {key.name for key in prepared.wants.placements if key.kind == "weight"}
-    folder, why = prepared.checkpoint.listing.folder, "model and optimizer files are of different steps or runs"
-    yield from master_faults(engine, live, prepared.grid, read, folder=folder, why=why)
+    yield from master_faults(engine, live, prepared.grid, read, checkpoint=prepared.checkpoint)
 
 
 def master_faults(
-    engine: DeepSpeedEngine, live: Optimizer, grid: LiveGrid, names: Container[str], *, folder: str, why: str
+    engine: DeepSpeedEngine, live: Optimizer, grid: LiveGrid, names: Container[str], *, checkpoint: AnyCheckpoint
 ) -> Iterator[Fault]:
     """Yield a fault for each flat buffer of parameters with these names whose masters' cast is not its weights."""
+    why = "model and optimizer files are of different steps or runs"
+    if checkpoint.stage == 0:
+        why = (
+            "the run trains other parameters than the saved one, or model and optimizer are of different steps or runs"
+        )
     buffers = zip(live.buffers, masters_of(engine), _weights_beside(engine, live, grid), strict=True)
     for number, (buffer, masters, weights) in enumerate(buffers):
         if weights is None or not all(name in names for name in buffer.shapes):
@@ -511,7 +521,7 @@ def master_faults(
         at = _first_difference(masters.detach().reshape(-1), weights.detach().reshape(-1))
         if at is not None:
             yield CheckpointDamaged.fault(
-                folder,
+                checkpoint.listing.folder,
                 f"weights and fp32 masters of flat buffer {number} ({next(iter(buffer.shapes))}, ...) do not belong "
                 f"together: {why}",
                 "the masters' cast in every weight",

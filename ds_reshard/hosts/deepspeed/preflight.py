@@ -13,7 +13,16 @@ from math import gcd, prod
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force, trusted
-from ds_reshard.errors import CheckpointNotFound, ConfigError, Fault, ReshardError, as_faults, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointNotFound,
+    ConfigError,
+    Fault,
+    ReshardError,
+    as_faults,
+    faults_of,
+    only_as_saved,
+    raise_faults,
+)
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, Grid, ZeroCheckpoint, sequence_ranks
 from ds_reshard.formats.zero.checkpoint import TpRank as TensorRow
 from ds_reshard.formats.zero.flat import slice_numel
@@ -215,6 +224,11 @@ class _Forecasting:
         folder, signatures = checkpoint.listing.folder, {k: v for one in shards for k, v in one.signatures.items()}
         faults = compare_signatures(signatures, folder, states=with_states)
         faults += compare_checksums({k: v for one in shards for k, v in one.checksums.items()}, folder)
+        differ = only_as_saved(faults) or len({one.loader for one in decisions}) > 1
+        if differ and all(one.can_hand_over for one in decisions):
+            for one in decisions:
+                one.loader = "DeepSpeed"
+            return
         raise_faults(faults, subject=f"loading {folder}")
         assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
@@ -323,7 +337,8 @@ class _Forecasting:
         try:
             return decision, prepare(run, found.checkpoint, groups, decision.resume.request, settings)
         except ReshardError as error:
-            if any(fault.where.startswith("parameter ") for fault in faults_of(error)):
+            faults = faults_of(error)
+            if not only_as_saved(faults) and any(fault.where.startswith("parameter ") for fault in faults):
                 raise  # DeepSpeed refuses that as well
             why = "; ".join(fault.line() for fault in faults_of(error)[:3])
             self.notes.append(f"DeepSpeed loads this itself, and preflight cannot show what it loads: {why}")

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
 from ds_reshard.formats.zero.shards import ZeroShards
@@ -203,7 +203,7 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
 
 def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from checkpoint.unreshardable
+    yield from (fault for _, fault in checkpoint.unreshardable)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
         for name, found in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
@@ -211,7 +211,7 @@ def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend="resume with the layout that was saved, or pass --no-load-optim, or load_optimizer_states=False",
+                mend=f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
@@ -308,7 +308,9 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
         if _gaps(buffer.gaps) != _gaps(partition.alignment):
             return False
         narrow = min(partition.fp32.dtype.itemsize, buffer.dtype.itemsize)
-        if any(state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()):
+        if live.casts_states and any(
+            state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()
+        ):
             return False
     facts = checkpoint.facts
     assert facts is not None

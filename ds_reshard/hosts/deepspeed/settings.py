@@ -17,7 +17,7 @@ from ds_reshard.resume.schedulers import clock_faults, clock_in
 
 SECTION = "ds_reshard"
 _TOP = ("enabled", "reshard", "resume", "trust", "accelerate", "names", "progress", "events", "timeout_s")
-_RESHARD = ("always", "threads", "memory_mib", "device", "verify", "tensor_parallel")
+_RESHARD = ("unchanged", "threads", "memory_mib", "device", "verify", "tensor_parallel")
 
 
 def _is_int_up_to(most: int) -> Callable[[object], bool]:
@@ -31,7 +31,7 @@ def _is_bool(value: object) -> bool:
 _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
     "enabled": ("true or false", _is_bool),
     "names": ("a map of names, or the path of one", lambda value: value is None or isinstance(value, str | dict)),
-    "reshard.always": ("true or false", _is_bool),
+    "reshard.unchanged": ('"direct" or "deepspeed"', ("direct", "deepspeed").__contains__),
     "reshard.threads": ("a whole number from 1 to 256", _is_int_up_to(256)),
     "reshard.memory_mib": ("a whole number from 1 to 1048576", _is_int_up_to(1 << 20)),
     "reshard.device": ('one of "auto", "cpu", "cuda"', ("auto", "cpu", "cuda").__contains__),
@@ -44,17 +44,18 @@ _VALUES: dict[str, tuple[str, Callable[[object], bool]]] = {
 class Settings:
     """The user's settings.
 
-    `always` makes ds_reshard load unchanged layouts too; `threads` and `memory_mib` limit reading; `device` is where
-    bytes for a GPU are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32", "fingerprint" or "off"; `trust` are
-    classes ("module.Class") that may be built if they occur in `client_state`; `resume` is the section's part of the
-    resume policy; `clock` says who steps a scheduler that accelerate prepares, None if the section does not.
-    `tensor_parallel` are rules of how tensor-parallel ranks divide parameters. `names` maps parameter names of the
-    checkpoint to those of this run, as for `convert --names`, or is the path of such a map. `progress` is "auto" or
-    "off", `events` a file, `timeout_s` how long ranks wait for each other; None means the setting of all hosts.
+    `unchanged` says who loads a checkpoint with the layout of this run: "direct" means ds_reshard, as for any other,
+    "deepspeed" means DeepSpeed's own load. `threads` and `memory_mib` limit reading; `device` is where bytes for a GPU
+    are cut and cast, "auto", "cpu" or "cuda"; `verify` is "crc32", "fingerprint" or "off"; `trust` are classes
+    ("module.Class") that may be built if they occur in `client_state`; `resume` is the section's part of the resume
+    policy; `clock` says who steps a scheduler that accelerate prepares, None if the section does not. `tensor_parallel`
+    are rules of how tensor-parallel ranks divide parameters. `names` maps parameter names of the checkpoint to those of
+    this run, as for `convert --names`, or is the path of such a map. `progress` is "auto" or "off", `events` a file,
+    `timeout_s` how long ranks wait for each other; None means the setting of all hosts.
     """
 
     enabled: bool = True
-    always: bool = False
+    unchanged: str = "direct"
     threads: int = field(default_factory=lambda: min(4, os.cpu_count() or 1))
     memory_mib: int = 64
     device: str = "auto"
@@ -164,10 +165,9 @@ def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) ->
 
 
 def _unknown_key(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
+    mend = f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON'
+    if key == "always":
+        mend = 'remove it: an unchanged layout is read directly; "unchanged": "deepspeed" leaves it to DeepSpeed'
     return ConfigError.fault(
-        f"{section}.{key}",
-        "is not a setting",
-        f"one of {', '.join(allowed)}",
-        repr(key),
-        mend=f'remove or correct "{key}" in the "{SECTION}" section of the DeepSpeed JSON',
+        f"{section}.{key}", "is not a setting", f"one of {', '.join(allowed)}", repr(key), mend=mend
     )
