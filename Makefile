@@ -88,7 +88,7 @@ $(PARTS): venv
 
 # Pickles and files side by side; a test of so many cases takes longer than others may.
 FUZZ_CASES ?= 100000
-FUZZ := FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile/test_fuzz.py --timeout=7200
+FUZZ := FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest tests/hostile/test_fuzz.py tests/hostile/test_oracle.py --timeout=7200
 
 fuzz: venv
 	@$(MAKE) --no-print-directory --keep-going --output-sync=target -j2 fuzz-pickles fuzz-files

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickletools
 import re
 import struct
 import tarfile
@@ -20,30 +19,16 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import digests
-from ds_reshard.containers.pickle_instructions import HANDLERS, IN_FRAME, STOPPED
-from ds_reshard.containers.pickle_machine import (
-    UNKNOWN,
-    CutShort,
-    OverLimit,
-    Persistent,
-    PickleLimits,
-    PickleMachine,
-    Reduce,
-)
+from ds_reshard.containers.pickle_engine import UNKNOWN, Persistent, Reading, Reduce
 from ds_reshard.containers.pickle_rules import UNSAFE, PickleRules, acts, fault_of, rules_in_force
+from ds_reshard.containers.pickle_tokens import PickleLimits
 from ds_reshard.containers.positioned import PositionedBytes, PositionedFile, PositionedView
 from ds_reshard.containers.zip_directory import END, END64, LEGACY_MAGIC, find_directory
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, UnsafePickle, faults_of, raise_faults
-from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.nesting import out_of_bounds
 from ds_reshard.model.records import GlobalName, ObjectRecord
 
 DEFAULT_LIMITS = PickleLimits()
-
-_NAMES = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-
-# What the built-in operations of a handler raise on bytes that no pickler wrote.
-_MALFORMED = (IndexError, KeyError, TypeError, ValueError, OverflowError, RecursionError, struct.error)
 
 
 def keep_as_record(function: GlobalName, args: tuple[object, ...]) -> object:
@@ -76,17 +61,17 @@ def read_pickle(
     place = f"{where}: {member}" if member else where
     if len(data) > limits.nbytes:
         raise CheckpointDamaged(f"{place}: a pickle of {len(data)} bytes; at most {limits.nbytes} are read")
-    machine = PickleMachine(data, persistent, reduce, limits, rules)
-    error = run_pickle(machine, place)
-    if error is None and data[machine.stopped_at :].strip(b"\0"):
+    reading = Reading(data, persistent, reduce, limits, rules)
+    error = reading.damage(place)
+    if error is None and data[reading.stopped_at :].strip(b"\0"):
         error = CheckpointDamaged(
-            f"{place}: byte {machine.stopped_at}: {len(data) - machine.stopped_at} bytes follow the end of the pickle"
+            f"{place}: byte {reading.stopped_at}: {len(data) - reading.stopped_at} bytes follow the end of the pickle"
         )
     if error is None:
-        excess = out_of_bounds(machine.result, depth=limits.depth, parts=limits.parts + limits.expansion * len(data))
+        excess = out_of_bounds(reading.result, depth=limits.depth, parts=limits.parts + limits.expansion * len(data))
         if excess is not None:
             error = CheckpointDamaged(f"{place}: the pickle's value {excess}")
-    faults = found_in(machine, where, member)
+    faults = found_in(reading, where, member)
     if faults:
         raise_faults([*faults, *(faults_of(error) if error is not None else ())], subject="reading a checkpoint")
     if error is not None:
@@ -95,79 +80,19 @@ def read_pickle(
         rules.note(where)
         if (found := digests.asked()) is not None:
             found[where] = digests.digest(data)
-    return machine.result
+    return reading.result
 
 
-@gc_disabled()
-def run_pickle(machine: PickleMachine, place: str) -> ReshardError | None:
-    """Carry out the instructions up to STOP; what is wrong with them, where they end before.
-
-    A frame must end where an instruction does: where one reaches beyond, Python's own unpickler goes on elsewhere, and
-    may run what stands inside a text (CPython's issue 154848).
-    """
-    data, handlers, pos = machine.data, HANDLERS, 0
-    try:
-        while pos != STOPPED:
-            while pos >= 0:
-                pos = handlers[data[pos]](machine, pos + 1)
-            while pos <= IN_FRAME:
-                pos, end = IN_FRAME - pos, machine.frame_end
-                start = pos
-                while 0 <= pos < end:
-                    start = pos
-                    pos = handlers[data[pos]](machine, pos + 1)
-                if pos > end or pos <= IN_FRAME:
-                    machine.astray = True
-                    machine.refuse(start, "reads across the end of a frame, behind which Python's own reader may go on")
-    except ReshardError as error:  # of what makes values of persistent ids and calls
-        return error
-    except _MALFORMED as error:
-        machine.stopped_at = pos
-        machine.astray |= pos < machine.frame_end or isinstance(error, TypeError | OverflowError | RecursionError)
-        machine.lacks = error if isinstance(error, CutShort) else None
-        machine.cut_short = isinstance(error, CutShort | struct.error) or _beyond(data, pos, error)
-        machine.over_limit = isinstance(error, OverLimit)
-        damage = CheckpointDamaged(_complaint(place, data, pos, error))
-        damage.__cause__ = error
-        return damage
-    except MemoryError:
-        machine.over_limit = True
-        for held in (machine.stack, machine.marked, machine.memo):
-            held.clear()
-        return CheckpointDamaged(f"{place}: a pickle of {len(data)} bytes takes more memory than there is")
-    return None
-
-
-def found_in(machine: PickleMachine, where: str, member: str) -> list[Fault]:
-    """The faults of all findings of a machine, and of the pickles in bytes that it hands to a loader of pickles."""
+def found_in(reading: Reading, where: str, member: str) -> list[Fault]:
+    """The faults of all findings of a reading, and of the pickles in bytes that it hands to a loader of pickles."""
     faults: list[Fault] = []
-    if machine.findings and not (machine.rules.everything and not machine.refused):
-        faults += [fault_of(finding, where, member) for finding in machine.findings.values()]
-    if machine.nested and not machine.rules.everything:
-        for nested, (byte, surely) in machine.nested.items():
+    if reading.findings and not (reading.rules.everything and not reading.refused):
+        faults += [fault_of(finding, where, member) for finding in reading.findings.values()]
+    if reading.nested and not reading.rules.everything:
+        for nested, (byte, surely) in reading.nested.items():
             inner = f"{member}, byte {byte}: bytes" if member else f"byte {byte}: bytes"
-            faults += scan_bytes(nested, where, inner, machine.rules, strict=surely)
+            faults += scan_bytes(nested, where, inner, reading.rules, strict=surely)
     return faults
-
-
-def _beyond(data: bytes, pos: int, error: Exception) -> bool:
-    """Whether an instruction, or its only byte, stands behind the last byte."""
-    return pos >= len(data) or (isinstance(error, IndexError) and pos + 1 >= len(data))
-
-
-def _complaint(where: str, data: bytes, pos: int, error: Exception) -> str:
-    if pos >= len(data):
-        return f"{where}: byte {pos}: the pickle ends before its STOP instruction: the file was cut short"
-    name = _NAMES.get(data[pos], f"opcode 0x{data[pos]:02x}")
-    if isinstance(error, struct.error) or _beyond(data, pos, error):
-        what = "the pickle ends inside this instruction: the file was cut short"
-    elif isinstance(error, IndexError):
-        what = "the instruction needs more values than the stack holds"
-    elif isinstance(error, KeyError):
-        what = f"memo entry {error} was never stored"
-    else:
-        what = str(error)[:200]
-    return f"{where}: byte {pos}: {name}: {what}"
 
 
 # -- every pickle of any file ------------------------------------------------------------------------------------------
@@ -275,12 +200,12 @@ def _pickles(file: PositionedFile, at: int, member: str, rules: PickleRules, *, 
     legacy = file.read(at, min(len(LEGACY_MAGIC), file.nbytes - at)) == LEGACY_MAGIC
     while at < file.nbytes and not (legacy and found.pickles == _LEGACY_PICKLES):
         must = legacy or (strict and not found.pickles)
-        machine, error, after = _run(file, at, rules, strict=must)
+        reading, error, after = _run(file, at, rules, strict=must)
         place = f"{member}, pickle {found.pickles + 1}".removeprefix(", ") if found.pickles else member
-        told = must or machine.over_limit or machine.astray or (marked and machine.findings)
-        if error is not None and not (told or _would_act(machine)):
+        told = must or reading.over_limit or reading.astray or (marked and reading.findings)
+        if error is not None and not (told or _would_act(reading)):
             return found
-        found.faults += found_in(machine, file.path, place)
+        found.faults += found_in(reading, file.path, place)
         if error is not None:
             found.faults += faults_of(error) if told else ()
             return found
@@ -292,15 +217,15 @@ def _pickles(file: PositionedFile, at: int, member: str, rules: PickleRules, *, 
     return found
 
 
-def _would_act(machine: PickleMachine) -> bool:
+def _would_act(reading: Reading) -> bool:
     """Whether something was called that Python could import, or the machine's own was named: its import may act."""
-    found = [finding for finding in machine.findings.values() if _IMPORTABLE.fullmatch(finding.name)]
+    found = [finding for finding in reading.findings.values() if _IMPORTABLE.fullmatch(finding.name)]
     return any(finding.called or acts(finding.name) for finding in found)
 
 
 def _run(
     file: PositionedFile, at: int, rules: PickleRules, *, strict: bool
-) -> tuple[PickleMachine, ReshardError | None, int]:
+) -> tuple[Reading, ReshardError | None, int]:
     """Read the pickle at a position, in as much of the file as it takes, and where it ends in the file.
 
     Of what may be none, long texts are left out: `head` is what was read before one, with a text of no bytes for it.
@@ -312,39 +237,33 @@ def _run(
     while True:
         nbytes = min(window, file.nbytes - place, max(0, most - len(head)))
         spent += len(head) + nbytes
-        machine = PickleMachine(head + file.read(place, nbytes), _opaque, keep_as_record, DEFAULT_LIMITS, rules)
-        error = run_pickle(machine, file.path)
+        reading = Reading(head + file.read(place, nbytes), _opaque, keep_as_record, DEFAULT_LIMITS, rules)
+        error = reading.damage(file.path)
         behind = place - len(head)  # what leads from a position in the machine's bytes to that in the file
-        lacks = machine.lacks
+        lacks = reading.lacks
         ends = place + nbytes == file.nbytes or (lacks and behind + lacks.start + lacks.nbytes > file.nbytes)
-        if error is not None and machine.cut_short and not ends:
+        if error is not None and reading.cut_short and not ends:
             if not strict and spent > _ANEW * _GUESSED + (place - at) // _ANEW:
-                machine.over_limit = True
+                reading.over_limit = True
                 what = "a pickle that has long texts behind so many instructions is not read to its end"
-                return machine, CheckpointDamaged(f"{file.path}: {what}"), behind + machine.stopped_at
-            if not strict and lacks and lacks.nbytes > _LONG_TEXT and not _framed(machine):
-                width = lacks.start - machine.stopped_at - 1
-                head = machine.data[: lacks.start - width] + bytes(width)
+                return reading, CheckpointDamaged(f"{file.path}: {what}"), behind + reading.stopped_at
+            if not strict and lacks and lacks.nbytes > _LONG_TEXT and not reading.in_frame:
+                width = lacks.start - reading.stopped_at - 1
+                head = reading.data[: lacks.start - width] + bytes(width)
                 place, window = behind + lacks.start + lacks.nbytes, _WINDOW
                 left_out.append((len(head), place - at - len(head)))
                 continue
             if len(head) + nbytes < most:
                 window *= 8
                 continue
-            machine.over_limit = True
+            reading.over_limit = True
             error = CheckpointDamaged(f"{file.path}: a pickle of more than {most} bytes is not read")
-        if left_out and b"" in machine.nested:
+        if left_out and b"" in reading.nested:
             return _run(file, at, rules, strict=True)  # a text that was left out is what a loader opens
-        for key, finding in machine.findings.items() if left_out else ():
+        for key, finding in reading.findings.items() if left_out else ():
             moved = max((shift for start, shift in left_out if finding.byte >= start), default=0)
-            machine.findings[key] = replace(finding, byte=finding.byte + moved)
-        return machine, error, behind + machine.stopped_at
-
-
-def _framed(machine: PickleMachine) -> bool:
-    """Whether the instruction that was cut short is a frame, or lies in one."""
-    at = machine.stopped_at
-    return at < machine.frame_end or machine.data[at : at + 1] == b"\x95"
+            reading.findings[key] = replace(finding, byte=finding.byte + moved)
+        return reading, error, behind + reading.stopped_at
 
 
 def _opaque(identity: object) -> object:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import islice
 
 from ds_reshard.containers.pickle_table import ALLOWED, TRUSTED, Allowed, Args
 from ds_reshard.errors import Fault, TrustRequired, UnsafePickle, trusting, wrong_value
@@ -26,15 +27,6 @@ class Callee:
 
     def __init__(self, name: GlobalName) -> None:
         self.name = name
-
-
-class CalleeArguments(tuple[object, ...]):
-    """Arguments with a Callee among them, for a function that calls it."""
-
-    __slots__ = ()
-
-
-CALLEES = frozenset({Callee, CalleeArguments})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,7 +195,7 @@ def shown(value: object, depth: int = 3) -> str:
         parts = [shown(part, depth - 1) for part in value[:_SHOWN_ITEMS]] + ["..."] * (len(value) > _SHOWN_ITEMS)
         return f"({', '.join(parts)}{',' if len(value) == 1 else ''})"
     if isinstance(value, dict):
-        pairs = [(key, value[key]) for key in list(value)[:_SHOWN_ITEMS]]
+        pairs = islice(value.items(), _SHOWN_ITEMS)
         told = [f"{shown(key, depth - 1)}: {shown(part, depth - 1)}" for key, part in pairs]
         return "{" + ", ".join(told + ["..."] * (len(value) > _SHOWN_ITEMS)) + "}"
     if isinstance(value, list):
@@ -215,7 +207,7 @@ def shown(value: object, depth: int = 3) -> str:
 
 def shown_call(function: GlobalName, args: Args, kwargs: Mapping[str, object], depth: int = 3) -> str:
     given = shown(args, depth)[1:-1].removesuffix(",")
-    named = [f"{key}={shown(value, depth - 1)}" for key, value in list(kwargs.items())[:_SHOWN_ITEMS]]
+    named = [f"{key}={shown(value, depth - 1)}" for key, value in islice(kwargs.items(), _SHOWN_ITEMS)]
     return f"{shown(function)}({', '.join(filter(None, [given, *named]))})"
 
 

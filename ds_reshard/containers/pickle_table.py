@@ -10,6 +10,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -205,21 +206,26 @@ def _of_numbers(args: Args, rules: PickleRules) -> bool:
     return not any(_holds_objects(arg) for arg in args)
 
 
-def _holds_objects(dtype: object, depth: int = 5) -> bool:
-    """Whether an element type is one of objects, or has parts (by place or by name) that are."""
-    if not isinstance(dtype, ObjectRecord) or _dotted(dtype.callable) != "numpy.dtype":
-        return False
-    name = dtype.args[0] if dtype.args else None
-    state = dtype.state if isinstance(dtype.state, tuple) else ()
-    if not depth or not isinstance(name, str) or _ELEMENT.fullmatch(name) is None:
-        return True
-    of_one, _, of_many = (*state[2:5], None, None, None)[:3]
-    parts = [of_one, *(of_many.values() if isinstance(of_many, dict) else (of_many,))]
-    return any(
-        not isinstance(part, tuple) or not part or _holds_objects(part[0], depth - 1)
-        for part in parts
-        if part is not None
-    )
+_MOST_PARTS = 256
+
+
+def _holds_objects(dtype: object) -> bool:
+    """Whether an element type is one of objects, or has parts (by place or by name) that are, or very many parts."""
+    left = [dtype]
+    for part in left:
+        if not isinstance(part, ObjectRecord) or _dotted(part.callable) != "numpy.dtype":
+            continue
+        name = part.args[0] if part.args else None
+        state = part.state if isinstance(part.state, tuple) else ()
+        of_one, _, of_many = (*state[2:5], None, None, None)[:3]
+        inner = [*islice(of_many.values(), _MOST_PARTS)] if isinstance(of_many, dict) else [of_many]
+        inner = [one for one in (of_one, *inner) if one is not None]
+        if not isinstance(name, str) or _ELEMENT.fullmatch(name) is None or len(left) + len(inner) > _MOST_PARTS:
+            return True
+        if not all(isinstance(one, tuple) and one for one in inner):
+            return True
+        left += [one[0] for one in inner if isinstance(one, tuple)]
+    return False
 
 
 def _array_state(state: object) -> bool:

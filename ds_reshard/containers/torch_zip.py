@@ -303,7 +303,7 @@ class TensorCalls:
     def __init__(self, path: str, members: Mapping[str, ArchiveMember]) -> None:
         self._path = path
         self._members = members
-        self._storages: dict[tuple[str, str, int], StorageRecord] = {}
+        self._storages: dict[str, StorageRecord] = {}
         self.of_bytes: list[TensorRecord] = []
 
     def storage(self, identity: object) -> object:
@@ -320,8 +320,8 @@ class TensorCalls:
         dtype = _STORAGES.get(kind.name) if kind.module in _STORAGE_MODULES else None
         if dtype is None:
             return ObjectRecord(callable=kind, args=(key, location, numel))
-        known = self._storages.get((key, kind.name, numel))
-        if known is not None:
+        known = self._storages.get(key)
+        if known is not None and known.numel == numel and known.dtype is dtype:
             return known
         member = self._members.get(f"data/{key}")
         if member is None:
@@ -331,16 +331,8 @@ class TensorCalls:
                 f"{self._path}: storage {key[:80]!r} of {numel} {dtype.label} elements: expected "
                 f"{numel * dtype.itemsize} bytes, found {member.nbytes}"
             )
-        record = StorageRecord(
-            path=self._path,
-            key=key,
-            dtype=dtype,
-            numel=numel,
-            byte_offset=member.byte_offset,
-            nbytes=member.nbytes,
-            crc32=member.crc32,
-        )
-        self._storages[key, kind.name, numel] = record
+        record = StorageRecord(self._path, key, dtype, numel, member.byte_offset, member.nbytes, member.crc32)
+        self._storages[key] = record
         return record
 
     def call(self, function: GlobalName, args: tuple[object, ...]) -> object:
@@ -391,44 +383,30 @@ class TensorCalls:
         sizes, strides = _dimensions(shape), _dimensions(stride)
         if sizes is None or strides is None or len(sizes) != len(strides) or not _is_dimension(offset):
             raise CheckpointDamaged(f"{self._path}: a tensor of storage {storage.key!r} is malformed")
-        made = TensorRecord(
-            storage=storage,
-            dtype=dtype,
-            element_offset=self._inside(storage, dtype, offset, sizes, strides),
-            shape=sizes,
-            stride=strides,
-            requires_grad=requires_grad is True,
-        )
-        if dtype.itemsize == 1 and made.nbytes:
-            self.of_bytes.append(made)
-        return made
-
-    def _inside(
-        self, storage: StorageRecord, dtype: ElementType, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]
-    ) -> int:
-        """The view's offset, checked to stay in the storage; of an empty view, moved there: it reads nothing."""
-        numel = storage.nbytes // dtype.itemsize
-        if 0 in shape:
-            return min(offset, numel)
-        stop = offset + 1
-        for size, step in zip(shape, stride, strict=True):
+        numel, stop = storage.nbytes // dtype.itemsize, offset + 1
+        for size, step in zip(sizes, strides):  # noqa: B905
             stop += (size - 1) * step
-        if stop > numel:
+        if 0 in sizes:  # an empty view reads nothing: moved into the storage
+            offset = min(offset, numel)
+        elif stop > numel:
             raise CheckpointDamaged(
                 f"{self._path}: a tensor of shape {shape}, stride {stride} and offset {offset} ends at element "
                 f"{stop} of storage {storage.key!r}, which has {numel} of {dtype.label}"
             )
-        return offset
+        made = TensorRecord(storage, dtype, offset, sizes, strides, requires_grad is True)
+        if dtype.itemsize == 1 and made.nbytes:
+            self.of_bytes.append(made)
+        return made
 
 
 def _dimensions(value: object) -> tuple[int, ...] | None:
     """The sizes, strides or offsets that `value` holds; None when they are not non-negative 64-bit integers."""
-    if not isinstance(value, (tuple, list)) or len(value) > _MAX_NDIM:
+    if not isinstance(value, (tuple, list)) or len(value) > _MAX_NDIM or not _INTEGERS.issuperset(map(type, value)):
         return None
-    for size in value:
-        if type(size) is not int or not 0 <= size <= _MAX_DIMENSION:
-            return None
-    return tuple(value)
+    return tuple(value) if not value or (min(value) >= 0 and max(value) <= _MAX_DIMENSION) else None
+
+
+_INTEGERS = frozenset({int})
 
 
 def _is_dimension(value: object) -> TypeGuard[int]:

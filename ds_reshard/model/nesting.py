@@ -14,7 +14,7 @@ LEAVES = _UNITS | {str, int, bytes, bytearray, GlobalName, StorageRecord, Tensor
 _NDIM = 64  # the most dimensions of a tensor; longer sizes are counted once, so that the walk stays linear
 _WRITTEN_OUT = 1 << 20  # the most references that are counted without asking whether they are shared
 _SEQUENCES = frozenset({list, tuple, SizeRecord})
-_LIGHT = _UNITS | _SEQUENCES | {str, int, dict, ObjectRecord}
+_LIGHT = _UNITS | _SEQUENCES | {str, int, dict, ObjectRecord, TensorRecord}
 
 
 def children(value: object) -> Iterator[object]:
@@ -101,6 +101,7 @@ def _surely_within(value: object, depth: int, parts: int) -> bool:
         room -= len(inner)
         parts -= len(inner) + sum([len(child) >> 3 for child in inner if type(child) is str])
         parts -= sum([child.bit_length() >> 5 for child in inner if type(child) is int])
+        parts -= sum([len(child.storage.key) + len(child.shape) >> 3 for child in inner if type(child) is TensorRecord])
         if not _LIGHT.issuperset(map(type, inner)):
             parts -= sum([_weight(child) for child in inner if type(child) not in _LIGHT])
         level = [child for child in inner if type(child) not in LEAVES]

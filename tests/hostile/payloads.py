@@ -84,7 +84,7 @@ ACTING: dict[str, tuple[Payload, str]] = {
     ),
     "by the name of Python 2": (lambda c: call("__builtin__", "eval", _statement(c)) + b"0", "builtins.eval"),
     "a memo whose harmless name is exchanged": (
-        lambda c: name("collections", "OrderedDict") + b"p90001\n0" + SYSTEM + b"p90001\n0g90001\n(" + text(c) + b"tR0",
+        lambda c: name("collections", "OrderedDict") + b"p60001\n0" + SYSTEM + b"p60001\n0g60001\n(" + text(c) + b"tR0",
         "posix.system",
     ),
     "INST": (lambda c: b"(" + text(c) + b"iposix\nsystem\n0", "posix.system"),
@@ -289,9 +289,9 @@ NAMED: dict[str, tuple[bytes, str]] = {
     "a number of an object": (call("builtins", "complex", call("argparse", "Namespace")) + b"0", "builtins.complex"),
     "hooks that come after the tensor": (
         name("collections", "OrderedDict")
-        + b")Rp90001\n0"
-        + call("torch._utils", "_rebuild_parameter", b"N\x88g90001\n")
-        + b"0g90001\nK\1"
+        + b")Rp60001\n0"
+        + call("torch._utils", "_rebuild_parameter", b"N\x88g60001\n")
+        + b"0g60001\nK\1"
         + name("torch.storage", "_load_from_bytes")
         + b"s0",
         "torch.storage._load_from_bytes",

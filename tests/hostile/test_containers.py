@@ -20,9 +20,10 @@ from listener import heard
 from payloads import Attack, call, text
 
 from ds_reshard.containers import zip_directory
-from ds_reshard.containers.pickle_machine import PickleMachine
-from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle, scan_file
+from ds_reshard.containers.pickle_engine import Reading
+from ds_reshard.containers.pickle_reader import keep_as_record, read_pickle, scan_file
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
+from ds_reshard.containers.pickle_tokens import PickleLimits
 from ds_reshard.containers.revive import revive
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, ReshardError, UnsafePickle
@@ -192,18 +193,17 @@ def test_memo_entries_that_go_on_counting_are_read():
         (b"\x80\x04", b"(N\x910"),
         (b"\x80\x02ca\nb\nq\1", b"h\1)R0"),
         (b"\x80\x02ccollections\nOrderedDict\nq\1", b"h\1)\x810"),
-        (b"\x80\x02N", b"r\0\0\0\0"),
-        (b"\x80\x02N", b"p0\n"),
+        (b"\x80\x02", b"]0"),
+        (b"\x80\x02N]}", b"}0"),
     ],
-    ids=["lists", "dicts", "sets", "frozensets", "calls", "objects", "memo entries", "memo entries by text"],
+    ids=["lists", "dicts", "sets", "frozensets", "calls", "objects", "empty lists", "empty dicts"],
 )
 def test_what_takes_a_hundred_bytes_for_one_is_counted(first, again):
-    """There may be 16 million of these in a pickle."""
-    for times in (9, 11):
-        data = first + again * times + b"."
-        machine = PickleMachine(data, lambda given: given, keep_as_record, DEFAULT_LIMITS, PickleRules(), room=10)
-        run_pickle(machine, "file")
-        assert machine.over_limit == (times > 10)
+    """There may be 16 million of these in a pickle, and as many empty lists and dicts."""
+    for times in (6, 11):
+        data = first + again * times + b"N."
+        reading = Reading(data, lambda given: given, keep_as_record, PickleLimits(containers=10), PickleRules())
+        assert reading.over_limit == (times > 10)
 
 
 def test_every_changed_byte_of_a_pickle_is_a_value_or_an_error():

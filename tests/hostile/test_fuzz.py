@@ -31,8 +31,8 @@ from mutations import ENDINGS, FILES, HARMLESS, PICKLES, Change, changed, change
 from payloads import ACTING, NAMED, Payload, at, places
 
 from ds_reshard.containers import zip_directory
-from ds_reshard.containers.pickle_machine import UNKNOWN, PickleMachine
-from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, run_pickle, scan_bytes
+from ds_reshard.containers.pickle_engine import UNKNOWN, Reading
+from ds_reshard.containers.pickle_reader import DEFAULT_LIMITS, keep_as_record, read_pickle, scan_bytes
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, PickleRules
 from ds_reshard.containers.pickle_table import ALLOWED
 from ds_reshard.containers.plain import plain
@@ -213,14 +213,11 @@ def finds_what_python_asks(data: bytes) -> None:
     if named:
         with pytest.raises(ReshardError):
             read_pickle(data, where="file", persistent=lambda identity: ("persistent", identity))
-    machine = PickleMachine(
-        data, lambda _: ObjectRecord(callable=UNKNOWN), keep_as_record, DEFAULT_LIMITS, PickleRules()
-    )
-    run_pickle(machine, "file")
-    found = {finding.name for finding in machine.findings.values()}
+    reading = Reading(data, lambda _: ObjectRecord(callable=UNKNOWN), keep_as_record, DEFAULT_LIMITS, PickleRules())
+    found = {finding.name for finding in reading.findings.values()}
     assert (
-        machine.astray
-        or machine.over_limit
+        reading.astray
+        or reading.over_limit
         or all(f"{module}.{name}" in found or ".".join(today(module, name)) in found for module, name in named)
     )
     if called and all(name.isidentifier() for pair in called for part in pair for name in part.split(".")):

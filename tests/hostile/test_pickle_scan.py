@@ -226,8 +226,8 @@ OTHERWISE: dict[str, tuple[bytes, str]] = {
     "two archives in bytes": (pickle.dumps(io.BytesIO(_hidden_directory())), "2 zip files lie in it"),
     "a tar file": (_named_member(), "calls posix.system('touch pwned')"),
     "many pickles": (b"N." * 20_000, "more than 10000 pickles"),
-    "marks": (_zip({"a.pkl": b"(" * (20 << 20)}), "marks are open"),
-    "dicts": (_zip({"a.pkl": b"}" * (20 << 20)}), "containers, objects and memo entries"),
+    "marks": (_zip({"a.pkl": b"(" * (20 << 20)}), "the pickle ends before its STOP"),
+    "dicts": (_zip({"a.pkl": b"}" * (20 << 20)}), "more lists and dicts than are read"),
     "a member of zeros": (_zip({"a.pkl": bytes(80 << 20)}), "more than 64 MiB"),
 }
 

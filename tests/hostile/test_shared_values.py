@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from ds_reshard.cli.main import main
-from ds_reshard.containers.pickle_machine import PickleLimits
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
+from ds_reshard.containers.pickle_tokens import PickleLimits
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.nesting import out_of_bounds

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ds_reshard.containers.pickle_machine import PickleLimits
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.pickle_rules import ALLOW_ALL
+from ds_reshard.containers.pickle_tokens import PickleLimits
 from ds_reshard.errors import CheckpointDamaged, UnsafePickle
 from ds_reshard.model.records import GlobalName, ObjectRecord
 

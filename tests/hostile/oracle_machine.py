@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NoReturn, cast
 
-from ds_reshard.containers.pickle_rules import CALLEES, Callee, CalleeArguments, Finding, PickleRules, shown, shown_call
+from ds_reshard.containers.pickle_engine import UNKNOWN, Persistent, Reduce
+from ds_reshard.containers.pickle_rules import Callee, Finding, PickleRules, shown, shown_call
 from ds_reshard.containers.pickle_table import Allowed, Args, is_of_torch, plain_state, reconstructed
+from ds_reshard.containers.pickle_tokens import PickleLimits
 from ds_reshard.model.nesting import LEAVES
 from ds_reshard.model.records import GlobalName, ObjectRecord, SizeRecord
 
-Persistent = Callable[[object], object]
-Reduce = Callable[[GlobalName, tuple[object, ...]], object]
+
+class CalleeArguments(tuple[object, ...]):
+    """Arguments with a Callee among them, for a function that calls it."""
+
+    __slots__ = ()
+
+
+CALLEES = frozenset({Callee, CalleeArguments})
 Handler = Callable[["PickleMachine", int], int]
 
 # A set takes four times the memory of any other value that one byte asks for: nobody writes a pickle of nothing else.
@@ -45,24 +53,6 @@ class CutShort(ValueError):
 
 class OverLimit(ValueError):
     """What is not read because it costs too much: Python might read it, and go on."""
-
-
-UNKNOWN = GlobalName(module="", name="unknown")
-"""Stands for what is called where no name is."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PickleLimits:
-    """What a pickle may cost: its bytes, the nesting of its value, its parts, the bytes of one integer.
-
-    A value may have `parts`, and `expansion` more for each byte, where what is shared counts as often as it is used.
-    """
-
-    nbytes: int = 256 << 20
-    depth: int = 200
-    parts: int = 1 << 20
-    expansion: int = 64
-    integer_nbytes: int = 1024
 
 
 @dataclass(slots=True, eq=False, repr=False)

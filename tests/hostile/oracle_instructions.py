@@ -15,8 +15,9 @@ import struct
 from collections import OrderedDict
 from collections.abc import Callable
 
-from ds_reshard.containers.pickle_machine import SET_COST, CutShort, Handler, OverLimit, PickleMachine, call
-from ds_reshard.containers.pickle_rules import CALLEES, shown
+from oracle_machine import CALLEES, SET_COST, CutShort, Handler, OverLimit, PickleMachine, call
+
+from ds_reshard.containers.pickle_rules import shown
 from ds_reshard.model.records import ObjectRecord
 
 _U4 = struct.Struct("<I").unpack_from
