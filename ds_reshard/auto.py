@@ -70,9 +70,13 @@ def hand_on() -> bool:
         return False
     atexit.unregister(_at_end)  # the caller looks, and knows the script's own status
     if name is None:
-        file, os.environ[_APPLIED] = tempfile.mkstemp(prefix=f"ds-reshard-{os.getpid()}-")
-        os.close(file)
+        _make_mark()
     return True
+
+
+def _make_mark() -> None:
+    file, os.environ[_APPLIED] = tempfile.mkstemp(prefix=f"ds-reshard-{os.getpid()}-")
+    os.close(file)
 
 
 def forget_mark() -> None:
@@ -118,28 +122,31 @@ def _mark() -> None:
 
 
 def _at_end() -> None:
-    """Log that no load has applied `DS_RESHARD_FLAGS`, where no `ds_reshard.run` looks; nobody knows the status here.
+    """End with status 1 if no load has applied `DS_RESHARD_FLAGS`, where no `ds_reshard.run` looks.
 
-    In a process that `ds_reshard.run` has become by os.exec, the status is then 1. Where somebody has set the variable,
-    rank 0 of a run says it.
+    Of a run to which somebody has given the variable, rank 0 says it, and of what `ds_reshard.run` has become by
+    os.exec that process; what either has started by itself says nothing. A script that fails keeps its own status.
     """
     name = os.environ.get(_APPLIED)
-    became = name is not None and _is_own(name)
-    if getattr(sys, "last_value", None) is not None or not (became or (name is None and os.environ.get("RANK") == "0")):
+    if name is None or not _is_own(name):
         return
     try:
-        refuse_unseen()
+        if getattr(sys, "last_value", None) is None:
+            refuse_unseen()
     except ConfigError as error:
         _LOG.error("%s", error)
-        if became:
-            forget_mark()
-            sys.stdout.flush()
-            os._exit(1)
+        forget_mark()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    forget_mark()
 
 
 _settings, _flags = os.environ.get("DS_RESHARD_SETTINGS", ""), os.environ.get(_FLAGS, "")
 if _flags:
     policy_sources.ask(policy_sources.from_flags(shlex.split(_flags), place=_FLAGS))
+    if os.environ.get("RANK") == "0" and _APPLIED not in os.environ:
+        _make_mark()
     atexit.register(_at_end)
 policy_sources.on_applied(_mark)
 if os.environ.get("DS_RESHARD_DISABLE", "") in ("", "0"):

@@ -203,6 +203,10 @@ class Checkpoint(ABC):
         """Yield a note for each thing that `diff` does not compare; `name` is the checkpoint's name in the notes."""
         yield from ()
 
+    def replica_notes(self) -> Iterator[str]:
+        """Yield a note on values that ranks have saved otherwise than the one whose are read."""
+        yield from ()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SurveyReport:

@@ -16,6 +16,7 @@ import torch
 from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
 from ds_reshard.formats.fsdp.checkpoint import _mesh_sizes, open_fsdp
 from ds_reshard.formats.fsdp.target import Meshes
+from ds_reshard.hosts.dcp import reader
 from ds_reshard.model.records import GlobalName, ObjectRecord
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
@@ -258,8 +259,13 @@ def test_the_schedules_of_two_folders_are_compared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damaged", [False, True])
-def test_a_note_names_buffers_that_differ_between_ranks(tmp_path: Path, damaged: bool) -> None:
-    """Statistics of batches: verify finds nothing wrong with them, and convert has one place for them, rank 0's."""
+def test_a_note_names_buffers_that_differ_between_ranks(
+    tmp_path: Path, damaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics of batches: verify finds nothing wrong with them, and convert has one place for them, rank 0's.
+
+    So has `ds_reshard.dcp.Reader`.
+    """
     folder = saved(tmp_path / "saved")
     for rank in range(2):
         statistics = {"norm.running_mean": torch.full((4,), float(rank)), "norm.running_var": torch.ones(4)}
@@ -271,7 +277,10 @@ def test_a_note_names_buffers_that_differ_between_ranks(tmp_path: Path, damaged:
         return
     assert verify(str(folder), deep=True).clean
     done = convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1)
-    assert "ranks have different values of these, and those of rank 0 are written: norm.running_mean" in done.notes
+    note, told = "ranks have different values of these, and those of rank 0 are taken: norm.running_mean", list[str]()
+    monkeypatch.setattr(reader.logger, "warning", lambda text, *given: told.append(text % given))
+    reader.Reader(folder)
+    assert note in done.notes and f"{folder}: {note}" in told
 
 
 def test_what_lies_beside_the_ranks_files_is_copied_or_named(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -205,6 +206,16 @@ def _lying_otherwise(rank: int) -> dict[str, Any]:
     }
 
 
+class _OfTheFirst(dcp.DefaultSavePlanner):
+    """Plans objects on the first rank alone, as torch's own planner did (default_planner.py, 2.1)."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        tensors = [item for item in plan.items if item.tensor_data is not None or self.is_coordinator]
+        self.plan = replace(plan, items=tensors)
+        return self.plan
+
+
 def unequal(folder: str) -> dict[str, str]:
     """What this rank is told of saves of each value that ranks do not hold alike, and of one that they do."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -215,6 +226,8 @@ def unequal(folder: str) -> dict[str, str]:
 
         differing = _differing(rank, size)
         told = {name: saved({name: value}, name) for name, value in differing.items()}
+        objects = {"number": differing["number"], "alike": 5, "whole": torch.ones(2)}
+        told["planned by the first"] = saved(objects, "planned", planner=_OfTheFirst())
         told["of FSDP2"] = saved(_quantised(), "of FSDP2")
         # In another order of its members on each rank, as hashes of texts are; pickles of equal values then differ.
         names = sorted((f"n{number}" for number in range(50)), reverse=bool(rank % 2))

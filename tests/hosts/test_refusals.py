@@ -302,3 +302,16 @@ def test_a_state_that_the_script_gives_before_or_after_the_load(
     if run.stage != 3 or give == "schedule":
         (told,) = worlds[1].run(job, resume={}, **asked)
         assert set(told.values()) == {""}
+
+
+@pytest.mark.parametrize("run", [Run(1, 2), Run(2, 2), Run(3, 2), Run("bf16", 2)], ids=str)
+def test_a_strict_load_that_lacks_weights_changes_nothing_under_its_own_layout(
+    worlds: Any, tmp_path: Path, run: Run
+) -> None:
+    """DeepSpeed itself stops with torch's error, when it has loaded those that are there; not strict it loads them."""
+    model, folder = Model(frozen=True), str(tmp_path)
+    worlds[2].run("save", run=run, model=model, folder=folder, save_options={"exclude_frozen_parameters": True})
+    for told in worlds[2].run("load_refused", run=run, model=model, folder=folder):
+        assert told["error"] == "ModelMismatch" and told["unchanged"], told
+        assert "parameter tower.weight: is missing from the checkpoint" in told["text"]
+    worlds[2].run("load", run=run, model=model, folder=folder, arguments={"load_module_strict": False})

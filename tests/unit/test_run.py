@@ -220,12 +220,24 @@ def test_the_sitecustomize_that_is_hidden_runs_and_is_the_module(starter: Path) 
 
 
 def test_the_folder_by_hand_and_flags_by_environment(starter: Path) -> None:
-    """What docs/resume.md says: rank 0 of a run then says that no load has applied them."""
+    """What docs/resume.md says: rank 0 of a run then ends with an error, as no load has applied them.
+
+    What it has started by itself says nothing; a load there counts. A script's own error keeps its status.
+    """
     given = {"PYTHONPATH": f"{_startup()}:{starter.parent}", "DS_RESHARD_FLAGS": "--no-load-lr-state"}
     code = "import nanotron; from ds_reshard.resume import policy_sources as p; print(p.asked_policy().scheduler)"
     done = _python(code, **given, RANK="0")
-    assert done.stdout == "reset\n" and UNSEEN in done.stderr
-    assert not _python(code, **given, RANK="1").stderr and not _python(code, **given).stderr
+    assert (done.returncode, done.stdout) == (1, "reset\n") and UNSEEN in done.stderr
+    for quiet in (_python(code, **given, RANK="1"), _python(code, **given)):
+        assert quiet.returncode == 0 and not quiet.stderr
+    failed = _python(f"{code}; 1 / 0", **given, RANK="0")
+    assert failed.returncode == 1 and UNSEEN not in failed.stderr
+    child = "import subprocess, sys; print(subprocess.run([sys.executable, '-c', sys.argv[1]]).returncode)"
+    inner = "import nanotron; from ds_reshard.resume import policy_sources as p; " + "{}"
+    for work, status in (("0", 1), ("p.note_applied(p.asked_policy())", 0)):
+        both = f"import nanotron, sys; sys.argv.append({inner.format(work)!r}); {child}"
+        done = _python(both, **given, RANK="0")
+        assert (done.returncode, done.stdout) == (status, "0\n"), done.stderr
     for flags, said in (("--lr 3", "no such flag: --lr"), ("--resume-report", "expected one argument")):
         refused = _python("import nanotron", **{**given, "DS_RESHARD_FLAGS": flags})
         assert refused.returncode and said in refused.stderr and "DS_RESHARD_FLAGS" in refused.stderr

@@ -228,7 +228,7 @@ class FsdpCheckpoint(SavedState):
                 own = plain.keys() & tensors.keys()
                 names |= {key.name for key in own if _checksum(tensors[key]) != _checksum(plain[key])}
         if names:
-            yield f"ranks have different values of these, and those of rank 0 are written: {', '.join(sorted(names))}"
+            yield f"ranks have different values of these, and those of rank 0 are taken: {', '.join(sorted(names))}"
 
     def _unlike_replicas(self, family: str, shard: int, tensors: Mapping[TensorKey, TensorShard]) -> Iterator[Fault]:
         """The shards of HSDP that are not those of the first group of ranks."""

@@ -32,8 +32,11 @@ class OpenedFsdp(SavedCheckpoint):
             others = "nor is the schedule there with a folder of another format"
             yield f"the random states in {name}'s extra_state files are not compared, {others}"
 
+    def replica_notes(self) -> Iterator[str]:
+        yield from self.state.notes_on_buffers()
+
     def left_out(self) -> tuple[str, ...]:
-        return (*self._extra_left_out(), *self.state.notes_on_buffers())
+        return (*self._extra_left_out(), *self.replica_notes())
 
     def _extra_left_out(self) -> tuple[str, ...]:
         if any(name.startswith("extra_state") for name in self.files):

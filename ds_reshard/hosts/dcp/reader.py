@@ -324,7 +324,7 @@ class Reader(StorageReader):
             self._leave_out(faults_of(error))
         if self._group is None or self._group.rank() == 0:
             prove(self._source, ())  # the weights alone; all ranks are told what one finds
-            for note in self._source.notes:
+            for note in (*self._source.notes, *self._source.replica_notes()):
                 logger.warning("%s: %s", self._source.folder, note)
 
     def _leave_out(self, faults: list[Fault]) -> None:

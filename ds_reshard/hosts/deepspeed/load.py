@@ -455,7 +455,8 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
     if checkpoint.stage == 0 and request.custom_load_fn is None:  # DeepSpeed compares no names there
         strict = request.strict or request.load_optimizer
         check_trained_names(live_model(run, {}), checkpoint, run.grid, strict=strict)
-    if checkpoint.stages:  # of which DeepSpeed stops one stage alone, and the others wait for it
+    # DeepSpeed stops with a part of the weights loaded; of a pipeline one stage alone, and the others wait for it
+    if checkpoint.stages or (request.strict and request.custom_load_fn is None):
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")

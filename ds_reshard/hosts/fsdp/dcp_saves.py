@@ -136,7 +136,7 @@ class _Held:
     def __init__(self, plan: SavePlan | None, written: SavePlan | None, planner: SavePlanner) -> None:
         self._planner = planner
         self._written = {item.index: item for item in written.items} if plan is not None and written is not None else {}
-        items = plan.items if plan is not None else []
+        items = [*plan.items, *_unplanned(planner, plan)] if plan is not None else []
         self._whole = [item for item in items if _is_whole(item)]
         self._passed = [item for item in items if item.index not in self._written]
         self.parts = [item for item in self._passed if not _is_whole(item)]
@@ -199,6 +199,21 @@ class _Held:
             found = self._objects[key]
         self._digests[item.index] = found
         return found
+
+
+def _unplanned(planner: SavePlanner, plan: SavePlan) -> Iterator[WriteItem]:
+    """Plain tensors and objects that a planner was given and plans nothing of, as another rank writes its own.
+
+    The default planner did so with the objects of all ranks but the first (`create_default_local_save_plan`,
+    torch/distributed/checkpoint/default_planner.py, 2.1).
+    """
+    import torch
+    from torch.distributed.checkpoint.planner_helpers import _create_write_items
+
+    planned, given = {item.index.fqn for item in plan.items}, getattr(planner, "state_dict", None)
+    for name, value in given.items() if isinstance(given, dict) else ():
+        if name not in planned and (not isinstance(value, torch.Tensor) or _is_plain(value)):
+            yield from _create_write_items(name, value)
 
 
 def _name(item: WriteItem) -> str:

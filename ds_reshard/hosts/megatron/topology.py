@@ -148,6 +148,14 @@ def _passed_over(path: str) -> Iterator[Fault]:
         mend = f"{_parent(given, there[-1])}; or move {', '.join(there[-12:])} away, to begin anew"
         yield CheckpointNotFound.fault(path, what, mend=mend)
         return
+    names = folders.names(given) if folders.is_folder(given) and not is_url(given) else []
+    below = (os.path.join(given, name) for name in names)
+    saves = sorted(folder for folder in below if folders.is_file(os.path.join(folder, TRACKER)))
+    if saves:
+        what = "holds folders of --save, and --load takes one of them: Megatron-LM would begin anew"
+        mend = f"give --load {saves[0]}; or leave --load out, to begin anew"
+        yield CheckpointNotFound.fault(path, what, found=", ".join(map(os.path.basename, saves[:8])), mend=mend)
+        return
     try:
         found = find_listing(given, None)
     except ReshardError:

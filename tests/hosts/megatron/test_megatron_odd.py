@@ -194,6 +194,7 @@ PLACES = {
     "no tracker": lambda folder: _without_tracker(folder, folder),
     "an iteration, no tracker": lambda folder: _without_tracker(folder, folder / "iter_0000005"),
     "another iteration": lambda folder: _later(folder),
+    "the folder above": lambda folder: folder.parent,
 }
 
 
