@@ -221,3 +221,34 @@ def keep_state(run: Run, model: Model, folder: str) -> None:
     states["inside"] = states["optimizer"] if run.stage == 3 else inner.state_dict()
     own = {**states, "optimizer": [states["optimizer"]] if run.stage in (1, 2, 3, "bf16") else states["optimizer"]}
     torch.save(own, Path(folder) / f"given.pt{torch.distributed.get_rank()}")
+
+
+def load_without(run: Run, folder: str, saved: str, loaded: str) -> list[Any]:
+    """What a load at stage 0 is told, whose optimizer has not the parameter `loaded`, as the saved one's not `saved`.
+
+    And whether the weights have changed.
+    """
+    import deepspeed
+    import jobs
+    from cases import ds_config
+    from logs import refusal
+
+    import ds_reshard
+
+    def make(without: str, seed: int) -> Any:
+        jobs.forget()
+        torch.manual_seed(seed)
+        net = jobs.Net(Model())
+        optimizer = torch.optim.AdamW([param for name, param in net.named_parameters() if name != without], lr=0.01)
+        given = {"model": net, "optimizer": optimizer, "config": ds_config(run), "dist_init_required": False}
+        jobs._STATE["engine"] = engine = deepspeed.initialize(**given)[0]
+        return engine
+
+    engine = make(saved, 1)
+    jobs.train(engine, 0, 2)
+    engine.save_checkpoint(folder)
+    engine = make(loaded, 9)
+    before = [param.detach().clone() for param in engine.module.parameters()]
+    with ds_reshard.install("deepspeed"):
+        told = refusal(lambda: engine.load_checkpoint(folder))
+    return [told, all(map(torch.equal, before, engine.module.parameters()))]

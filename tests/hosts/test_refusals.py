@@ -315,3 +315,20 @@ def test_a_strict_load_that_lacks_weights_changes_nothing_under_its_own_layout(
         assert told["error"] == "ModelMismatch" and told["unchanged"], told
         assert "parameter tower.weight: is missing from the checkpoint" in told["text"]
     worlds[2].run("load", run=run, model=model, folder=folder, arguments={"load_module_strict": False})
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_other_members_of_a_stage_0_optimizer_are_refused_before_weights_change(
+    worlds: Any, tmp_path: Path, dtype: str
+) -> None:
+    """torch counts them when the weights are in, and compares no shape: moments of one parameter went to another."""
+    rows = [("", "scale", "expected [7] (this run), found [8] (saved)"), ("first.weight", "second.weight", "exp_avg")]
+    for number, (saved, loaded, text) in enumerate(rows):
+        folder = str(tmp_path / str(number))
+        job, asked = "refused_jobs.load_without", {"run": Run(0, 1, dtype), "folder": folder}
+        ((told, unchanged),) = worlds[1].run(job, saved=saved, loaded=loaded, **asked)
+        assert told.startswith(("ParamGroupMismatch", "ModelMismatch")) and text in told and unchanged, told
+    ((told, unchanged),) = worlds[1].run(
+        job, run=Run(0, 1, dtype), folder=f"{tmp_path}/same", saved="tiny", loaded="tiny"
+    )
+    assert told == "" and not unchanged

@@ -90,6 +90,31 @@ def same_sizes(model: ModelStates, order: Sequence[Mapping[str, Shape]], trained
     return [*map(len, lists)] == [*map(len, order)] or with_states == [*map(len, own)]
 
 
+def other_members(model: ModelStates, order: Sequence[Mapping[str, Shape]], sizes: Sequence[int]) -> Iterator[Fault]:
+    """A fault where torch would stop half-way, or take states for parameters of other shapes: it matches by number.
+
+    `order` has the parameters that each group of the run lists, `sizes` how many tensors its optimizer has in each.
+    """
+    saved = torch_optimizer(model)
+    held, numbers = saved.get("state"), [group.get("params") for group in param_groups(saved)]
+    lists = [one if isinstance(one, list) else [] for one in numbers]
+    if not lists:
+        return
+    if [*map(len, lists)] != [*sizes]:
+        yield groups_fault(model.path, [*sizes], [*map(len, lists)])
+        return
+    optimizer = model.entries.get("optimizer")
+    if isinstance(optimizer, dict) and "fp32_groups_flat" in optimizer:  # one tensor for all of a group
+        return
+    for members, own in zip(lists, order, strict=False):
+        for number, (name, shape) in zip(members, own.items() if len(own) == len(members) else (), strict=True):
+            state = held.get(number) if isinstance(held, dict) else None
+            for kind in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+                tensor = state.get(kind) if isinstance(state, dict) else None
+                if isinstance(tensor, TensorRecord) and tensor.shape != shape:
+                    yield _order_fault(name, kind, shape, tensor.shape)
+
+
 def _trained(shapes: Mapping[str, Shape], trained: Container[str]) -> dict[str, Shape]:
     return {name: shape for name, shape in shapes.items() if name in trained}
 
@@ -454,7 +479,7 @@ def _lacking_fault(path: str, names: Sequence[str]) -> Fault:
     return ParamGroupMismatch.fault(path, what, "states of all trained parameters", "none of some", mend=mend)
 
 
-def groups_fault(path: str, expected: int, found: int) -> Fault:
+def groups_fault(path: str, expected: object, found: object) -> Fault:
     return ParamGroupMismatch.fault(
         path,
         "a stage-0 optimizer names no parameter, and its param groups are not those of this run",

@@ -43,6 +43,7 @@ from ds_reshard.formats.zero.shards import (
     rank_independent_text,
     signature_by_family,
 )
+from ds_reshard.formats.zero.stage0 import other_members
 from ds_reshard.formats.zero.tensor_parallel import note_on_unnamed
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.deepspeed.engine import (
@@ -459,9 +460,19 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
     if checkpoint.stages or (request.strict and request.custom_load_fn is None):
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
+    faults += _other_members(run, checkpoint) if leave and not faults and request.load_optimizer and not custom else ()
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     if request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
         logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
+
+
+def _other_members(run: Run, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
+    """Faults of param groups of ZeRO stage 0 that have other parameters than this run, as numbers and shapes tell."""
+    if run.optimizer is None or checkpoint.stage != 0 or checkpoint.stages or checkpoint.listing.ep_optim:
+        return
+    params = [one.get("params") for one in run.optimizer.groups]
+    sizes = [len(one) if isinstance(one, list) else 0 for one in params]
+    yield from other_members(checkpoint.model, run.optimizer.order, sizes)
 
 
 def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[Fault]:
