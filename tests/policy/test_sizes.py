@@ -39,15 +39,15 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 3786),
+    "model, planning": (("model", "planning"), 3790),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6427),
     "formats/zero": (("formats/zero",), 7137),
     "other formats": (("formats",), 8290),
     "operations": (("operations",), 5472),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7141),
-    "other hosts": (("hosts",), 11288),
-    "resume, hooks, cli, testing, top": ((".",), 7197),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7152),
+    "other hosts": (("hosts",), 11310),
+    "resume, hooks, cli, testing, top": ((".",), 7204),
 }
 """The lines that each room may have. A step that makes a room smaller lowers its budget."""
 

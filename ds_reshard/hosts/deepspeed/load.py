@@ -468,11 +468,12 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
 
 def _other_members(run: Run, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """Faults of param groups of ZeRO stage 0 that have other parameters than this run, as numbers and shapes tell."""
-    if run.optimizer is None or checkpoint.stage != 0 or checkpoint.stages or checkpoint.listing.ep_optim:
+    live = run.optimizer
+    if live is None or checkpoint.stage != 0 or checkpoint.stages or checkpoint.listing.ep_optim:
         return
-    params = [one.get("params") for one in run.optimizer.groups]
+    params = [one.get("params") for one in live.groups]
     sizes = [len(one) if isinstance(one, list) else 0 for one in params]
-    yield from other_members(checkpoint.model, run.optimizer.order, sizes)
+    yield from other_members(checkpoint.model, live.order, sizes)
 
 
 def _unsaved(run: Run, checkpoint: AnyCheckpoint, request: Request) -> Iterator[Fault]:
