@@ -309,8 +309,9 @@ def test_a_strict_load_that_lacks_weights_changes_nothing_under_its_own_layout(
     worlds: Any, tmp_path: Path, run: Run
 ) -> None:
     """DeepSpeed itself stops with torch's error, when it has loaded those that are there; not strict it loads them."""
-    model, folder = Model(frozen=True), str(tmp_path)
+    model, folder, asked = Model(frozen=True), str(tmp_path), {"reshard": {"unchanged": "deepspeed"}}
     worlds[2].run("save", run=run, model=model, folder=folder, save_options={"exclude_frozen_parameters": True})
+    run = Run(run.stage, run.dp, config={"ds_reshard": asked})
     for told in worlds[2].run("load_refused", run=run, model=model, folder=folder):
         assert told["error"] == "ModelMismatch" and told["unchanged"], told
         assert "parameter tower.weight: is missing from the checkpoint" in told["text"]
@@ -322,10 +323,11 @@ def test_other_members_of_a_stage_0_optimizer_are_refused_before_weights_change(
     worlds: Any, tmp_path: Path, dtype: str
 ) -> None:
     """torch counts them when the weights are in, and compares no shape: moments of one parameter went to another."""
+    run = Run(0, 1, dtype, config={"ds_reshard": {"reshard": {"unchanged": "deepspeed"}}})
     rows = [("", "scale", "expected [7] (this run), found [8] (saved)"), ("first.weight", "second.weight", "exp_avg")]
     for number, (saved, loaded, text) in enumerate(rows):
         folder = str(tmp_path / str(number))
-        job, asked = "refused_jobs.load_without", {"run": Run(0, 1, dtype), "folder": folder}
+        job, asked = "refused_jobs.load_without", {"run": run, "folder": folder}
         ((told, unchanged),) = worlds[1].run(job, saved=saved, loaded=loaded, **asked)
         assert told.startswith(("ParamGroupMismatch", "ModelMismatch")) and text in told and unchanged, told
     ((told, unchanged),) = worlds[1].run(

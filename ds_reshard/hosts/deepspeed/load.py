@@ -460,7 +460,8 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
     if checkpoint.stages or (request.strict and request.custom_load_fn is None):
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
-    faults += _other_members(run, checkpoint) if leave and not faults and request.load_optimizer and not custom else ()
+    if not faults and request.load_optimizer and request.custom_load_fn is None:
+        faults += _other_members(run, checkpoint)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
     if request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
         logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
