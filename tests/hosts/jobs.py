@@ -77,6 +77,13 @@ def forget() -> None:
     gc.freeze()
 
 
+def put_back() -> None:
+    """What a job has put on DeepSpeed's accelerator, by which it chooses types: those of later engines would differ."""
+    from deepspeed.accelerator import get_accelerator
+
+    vars(get_accelerator()).pop("is_fp16_supported", None)
+
+
 def let_go(state: dict[str, Any]) -> None:
     """Empty `state`; destroy every engine there is and every process group but the world: they keep threads otherwise.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import jobs
 from cases import Model, Run
@@ -19,10 +18,9 @@ _PRECISIONS: dict[str, dict[str, Any]] = {
 def _engine(stage: int, precision: str, dp: int, seed: int, settings: dict[str, Any] | None = None) -> Any:
     from deepspeed.accelerator import get_accelerator
 
+    get_accelerator().is_fp16_supported = lambda: True  # torch can, on any CPU; DeepSpeed asks for fast units
     config = {**_PRECISIONS[precision], "ds_reshard": settings or {}}
-    # torch can, on any CPU; DeepSpeed asks for fast units. Left there, it would choose types of later engines
-    with mock.patch.object(get_accelerator(), "is_fp16_supported", lambda: True):
-        return jobs.build(Run(stage, dp, dtype="none", config=config), Model(), seed=seed)
+    return jobs.build(Run(stage, dp, dtype="none", config=config), Model(), seed=seed)
 
 
 def _scaling(engine: Any) -> tuple[Any, ...]:

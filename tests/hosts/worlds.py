@@ -192,6 +192,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, timeout_s: int) ->
             answer = (True, _pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, made), "")
         except Exception as error:
             answer = (False, _sendable(error), traceback.format_exc())
+        jobs.put_back()
         pipe.send((*answer, cost()))
 
 

@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7137),
     "other formats": (("formats",), 8290),
     "operations": (("operations",), 5472),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7152),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7155),
     "other hosts": (("hosts",), 11310),
     "resume, hooks, cli, testing, top": ((".",), 7204),
 }
