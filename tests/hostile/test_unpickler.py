@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 from listener import heard
+from opcodes import spelled
 from payloads import ACTING, call, name, text
 
 from ds_reshard.containers.pickle_reader import read_pickle, scan_bytes
@@ -59,6 +60,19 @@ def test_the_lengths_of_instructions_are_those_of_pickletools() -> None:
         tokens = Tokens(data, PickleLimits())
         assert b"".join(tokens.instructions())
         assert (tokens.error, tokens.stop) == (None, len(data))
+
+
+def test_the_unpickler_is_given_no_instruction_that_acts() -> None:
+    """Of each opcode there is, rewritten: those alone that build constants, keep the stack, or call what is ours."""
+    acting = "REDUCE NEWOBJ NEWOBJ_EX INST OBJ BUILD PERSID EXT1 EXT2 EXT4 READONLY_BUFFER FRAME "
+    acting += "APPEND APPENDS SETITEM SETITEMS ADDITEMS DICT LIST EMPTY_SET FROZENSET"
+    for opcode in pickletools.opcodes:
+        tokens = Tokens(b"\x80\x04" + spelled(opcode) + b".", PickleLimits())
+        stream = b"".join(tokens.instructions())
+        names = [one.name for one, _, _ in pickletools.genops(stream)] if stream.endswith(b".") else []
+        assert not set(names) & set(acting.split())
+        assert names.count("NEXT_BUFFER") == len(tokens.handlers)
+        assert names or opcode.name == "PROTO"
 
 
 # -- nine traps --------------------------------------------------------------------------------------------------------
