@@ -122,10 +122,10 @@ def _mark() -> None:
 
 
 def _at_end() -> None:
-    """End with status 1 if no load has applied `DS_RESHARD_FLAGS`, where no `ds_reshard.run` looks.
+    """At exit: end with status 1 if no load has applied `DS_RESHARD_FLAGS`.
 
-    Of a run to which somebody has given the variable, rank 0 says it, and of what `ds_reshard.run` has become by
-    os.exec that process; what either has started by itself says nothing. A script that fails keeps its own status.
+    If the user has set the variable, rank 0 does so; if `ds_reshard.run` has replaced itself by the script (os.exec),
+    that process. Processes that these start say nothing. A script that has failed keeps its own status.
     """
     name = os.environ.get(_APPLIED)
     if name is None or not _is_own(name):

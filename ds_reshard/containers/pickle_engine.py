@@ -303,7 +303,7 @@ class Reading:
         return self.instance_of(items[1:], items[0])
 
     def ask(self, identity: object) -> object:
-        """BINPERSID: torch keeps storages so, and once kept a module's own object."""
+        """BINPERSID: torch writes each storage so, and once wrote modules. All else is refused; reading goes on."""
         self._parts((identity,))
         if type(identity) is not tuple or not identity or identity[0] != "storage":
             self.keep((identity,))

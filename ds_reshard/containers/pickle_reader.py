@@ -189,11 +189,11 @@ def begins_marked(head: bytes) -> bool:
 
 
 def _pickles(file: PositionedFile, at: int, member: str, rules: PickleRules, *, strict: bool) -> Scanned:
-    """The pickles from a position on, as far as they go.
+    """Read the pickles that follow each other from a position on.
 
-    Any bytes may begin like a pickle. What ends as none is one where it must be (`strict`, and the first five of a
-    file of torch.save), where something was found before it ended, where Python might have gone on, and where reading
-    it on would cost too much. Bytes without the mark of a pickle name anything: what is called counts, and what acts.
+    Any bytes may begin like a pickle, so an error usually means that there is none. It is a fault if a pickle must be
+    there (`strict`, and the first five of a file of torch.save), if a limit was reached, if Python might have read on,
+    or if something was found behind the mark of a pickle. Without the mark only calls and other actions count.
     """
     found = Scanned()
     marked = begins_marked(file.read(at, min(4, file.nbytes - at)))

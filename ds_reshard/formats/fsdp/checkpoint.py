@@ -544,11 +544,11 @@ def wrong_extra(folder: str, ranks: int) -> list[Fault]:
 
 
 def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
-    """What each of `size` ranks is given, of the files of the `ranks` that saved; nothing where these have no files.
+    """Return the extra state of each of `size` ranks from the files of the `ranks` that saved; nothing without files.
 
-    A rank that was there keeps its random states. A rank that was not has none, and both frameworks then leave those
-    that the run has seeded: two ranks never draw the same numbers. Everything else must be alike on all ranks.
-    Raises CheckpointDamaged where it is not, or where a rank's file is missing or of another number of ranks.
+    A rank that has saved gets its own random states. Any other gets none, and keeps those that the run has seeded: two
+    ranks never draw the same numbers. Everything else must be equal on all ranks.
+    Raises CheckpointDamaged if it is not, or if a rank's file is missing or of another number of ranks.
     """
     raise_faults(wrong_extra(folder, ranks), subject="reading a checkpoint")
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]

@@ -99,7 +99,7 @@ def _digest(text: str) -> str:
 
 
 def compare_checksums(checksums: Mapping[str, Sequence[tuple[int, int | None]]], folder: str) -> list[Fault]:
-    """Return a fault for each pair of optimizer shards with the same bytes: one was copied over the other.
+    """Return a fault for each optimizer shard that holds the bytes of an earlier one: one was copied over the other.
 
     Partitions of constant values (zero moments, unit weights) may really be equal. A shard counts as a copy only if all
     its buffers equal those of another shard of its column, and at least two of them are not all zeros.

@@ -713,7 +713,7 @@ class Launch:
             yield "Muon in BF16_Optimizer"
 
     def _scheduler(self, inner: torch.optim.Optimizer) -> object:
-        """Return the JSON's scheduler, built; without one the script's, which is assumed to be of the saved kind."""
+        """Build the scheduler that the JSON names; if it names none, one of the saved kind, as the script may."""
         from deepspeed.runtime import lr_schedules
 
         declared = section(self.config, "scheduler")

@@ -283,12 +283,12 @@ def autotp_in(config: Mapping[str, object]) -> bool:
 
 
 def _sizes(parameter: object) -> Mapping[int, Sequence[int]]:
-    """The sizes of all ranks' shards along a dimension, if AutoTP records them in place of an affine map.
+    """Return the sizes of all ranks' shards by dimension if AutoTP records them, else nothing.
 
     It does so for embeddings (`_slice_embedding`, module_inject/auto_tp.py, 0.19.8).
     """
-    said = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
-    dim, sizes = said.get("partition_dim"), said.get("partition_sizes")
+    meta = getattr(parameter, "ds_autotp_universal_checkpoint_meta", None) or {}
+    dim, sizes = meta.get("partition_dim"), meta.get("partition_sizes")
     return {dim: sizes} if isinstance(dim, int) and isinstance(sizes, (list, tuple)) else {}
 
 
@@ -647,9 +647,9 @@ def _group(kind: str, optimizer: ZeROOptimizer, number: int, fp32: torch.Tensor)
 
 
 def _share(kind: str, optimizer: ZeROOptimizer, number: int) -> tuple[int, int] | None:
-    """The ranks that divide a group of experts are fewer than those that divide the others.
+    """Return this rank's place in the group that divides a param group, and its size, if it is smaller than others.
 
-    More are those of a device mesh that an engine has left in this process: then the layout rule does not hold.
+    That is so for experts. A larger group is of a device mesh that an earlier engine has left in this process.
     """
     sharing = {"zero": "real_dp_process_group", "bf16": "real_dp_process_group", "zero3": "sub_group_process_groups"}
     groups = getattr(optimizer, sharing[kind], None) if kind in sharing else None

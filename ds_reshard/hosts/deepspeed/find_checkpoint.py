@@ -244,7 +244,7 @@ def read_heads(listing: Listing, *, optimizer: bool, row: TpRank) -> tuple[ZeroC
 
 
 def files_as_listed(listing: Listing, paths: Iterable[str]) -> Iterator[Fault]:
-    """Whether this rank sees those files that rank 0 listed, at the sizes that it saw."""
+    """Yield a fault for each file that this rank does not see, or sees at another size than rank 0 listed."""
     for path in paths:
         listed = listing.nbytes.get(path.removeprefix(f"{listing.folder}/"))
         try:

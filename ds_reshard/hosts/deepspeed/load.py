@@ -331,7 +331,7 @@ class DeepSpeedLoad:
             refuse_unsafe_files(self.where, found.tag or self.tag, universal=self.universal)
 
     def fill(self, found: Found, decision: Decision) -> Result:
-        """Read, verify and install, or let DeepSpeed load; then report what was measured. Collective."""
+        """Read, verify and install, or let DeepSpeed load, as decided; then report what was measured. Collective."""
         resume = decision.resume
         assert resume is not None and self._call is not None
         with sampled_loads(self.engine.optimizer) as resume.given:

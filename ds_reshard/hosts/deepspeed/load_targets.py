@@ -87,7 +87,7 @@ class Wants:
         self.sizes[placement.buffer], self.fresh_types[placement.buffer] = numel, torch_dtype(placement.dtype)
 
     def _place(self, placement: Placement, source: TensorKey) -> bool:
-        """Place the whole tensor, of which this rank has a shard, in the parts that lie there; whether they fill it."""
+        """Record where `source` is read to: of a divided tensor this rank's parts. Return whether they cover it."""
         assert not self._layouts, "a plan has been made of what was wanted before"
         key, share = placement.key, self.divided.get(placement.key.name)
         if share is None or share.whole:
@@ -364,7 +364,7 @@ def _want_partitioned(wants: Wants, run: Run, live: Optimizer, *, masters: bool)
 
 
 def want_optimizer(wants: Wants, live: Optimizer, *, masters: bool, states: bool) -> None:
-    """Want this rank's partitions: fp32 masters in place, states in fresh buffers beside them."""
+    """Request this rank's partitions: fp32 masters into the buffers of the run, states into new ones beside them."""
     for buffer in live.buffers:
         kinds: dict[str, ElementType] = {}
         if masters and any(has(wants.checkpoint, name, "fp32") for name in buffer.shapes):
@@ -387,7 +387,7 @@ def want_optimizer(wants: Wants, live: Optimizer, *, masters: bool, states: bool
             else:
                 into.fresh(placement, key, buffer.held_numel)
     if wants.absent and wants.padded:
-        what = "is not in the checkpoint, and stands in a flat buffer with a vocabulary that this run pads"
+        what = "is not in the checkpoint, and this run pads the vocabulary in the same flat buffer"
         fault = UnsupportedLayout.fault(wants.absent[0], what, mend="load with load_module_strict=True")
         wants.faults.append(fault)
 
@@ -492,15 +492,15 @@ def format_faults(live: Optimizer) -> Iterator[Fault]:
 
 
 def group_faults(live: Optimizer, groups: Mapping[int, Mapping[str, object]]) -> Iterator[Fault]:
-    """A fault for each saved hyper-parameter that changes a step and that this run's optimizer does not have."""
+    """Yield a fault for each saved hyper-parameter that changes a step and that this run's optimizer lacks."""
     decoupled = live.decoupled
     for number, saved in groups.items():
-        differ = [name for name, odd in (("maximize", True), ("bias_correction", False)) if saved.get(name) is odd]
+        differ = [name for name, rare in (("maximize", True), ("bias_correction", False)) if saved.get(name) is rare]
         differ = [name for name in differ if name not in live.group_keys]
         if saved.get("weight_decay") and decoupled is not None:
             differ += ["decoupled_weight_decay"] * (saved.get("decoupled_weight_decay", bool(decoupled)) != decoupled)
         for name in differ:
-            what = f"{live.name} does not step by {name}, as the saved one did"
+            what = f"{live.name} does not step by {name} as the saved optimizer did"
             mend = "build the optimizer that was saved, or pass --no-load-optim, or load_optimizer_states=False"
             yield ModelMismatch.fault(f"param group {number}", what, found=f"{name} {saved[name]}", mend=mend)
 

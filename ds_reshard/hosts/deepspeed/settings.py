@@ -149,7 +149,7 @@ def check_batch(call: Call) -> None:
 
 
 def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) -> str:
-    """Return the advice that makes a batch divisible; each number of ranks in it fits the other settings."""
+    """Return advice on a batch that ranks cannot divide: numbers of ranks that fit the other settings, or a setting."""
     share = (micro or 1) * (steps or 1)
     fixed = micro is not None and steps is not None
     sizes = [ranks for ranks in range(1, batch // share + 1) if not batch % (share * ranks)]

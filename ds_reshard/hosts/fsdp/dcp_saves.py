@@ -106,9 +106,9 @@ def _refuse_lost(folder: str, held: _Held, group: ProcessGroup | None, *, parts_
 
 @contextmanager
 def _local_plans(planner: SavePlanner) -> Iterator[list[SavePlan]]:
-    """The plans that the planner makes inside, before torch removes what other ranks write.
+    """Record the plans that the planner makes inside the `with` block, before torch removes what other ranks write.
 
-    A planner that keeps plans (`enable_plan_caching`) gives an empty one for the one that it has made before.
+    With `enable_plan_caching` a planner returns an empty plan if nothing has changed; its cached plan is then recorded.
     """
     found: list[SavePlan] = []
     create, before = planner.create_local_plan, dict(vars(planner))
