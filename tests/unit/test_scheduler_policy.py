@@ -161,7 +161,7 @@ class Snapshot(StepLR):
 
 def test_an_update_leaves_the_scheduler_as_it_is() -> None:
     steady = Steady()
-    engine = SimpleNamespace(lr_scheduler=steady)
+    engine = SimpleNamespace(lr_scheduler=steady, global_steps=1)
     take_model_step(Call(self=engine))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="of its own"):
         take_model_step(Call(self=engine))  # type: ignore[arg-type]
@@ -170,5 +170,5 @@ def test_an_update_leaves_the_scheduler_as_it_is() -> None:
     optimizer = _optimizer()
     snapshot = Snapshot(optimizer, 3)
     optimizer.step()
-    take_model_step(Call(self=SimpleNamespace(lr_scheduler=snapshot)))  # type: ignore[arg-type]
+    take_model_step(Call(self=SimpleNamespace(lr_scheduler=snapshot, global_steps=1)))  # type: ignore[arg-type]
     assert "step" not in snapshot.kept
