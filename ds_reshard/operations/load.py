@@ -168,8 +168,7 @@ def check_ranks_agree(
 
     Returns False if only the framework can load what they have found, and all say that it could. A rank that could not
     describe its run reports None: its faults come before all others. `load` is the folder that was asked for, `folder`
-    that of the checkpoint, `alike` the line that mends ranks that were built in different
-    ways.
+    that of the checkpoint, `alike` the line that mends ranks that were built in different ways.
     """
     reports, subject = steps.gather(report), f"loading {load}"
     ready = [one.value for one in reports if isinstance(one.value, ReadinessReport)]

@@ -252,6 +252,7 @@ SETTINGS = (
     ({"reshard": {"threads": True}}, "from 1 to 256"),
     ({"reshard": {"unchanged": True}}, '"direct" or "deepspeed"'),
     ({"reshard": {"always": True}}, '"unchanged": "deepspeed" leaves it to DeepSpeed'),
+    ({"reshard": {"unchanged": "deepspeed", "verify": "fingerprint"}}, "DeepSpeed proves nothing that it loads"),
     ({"reshard": {"speed": 3}}, "one of unchanged, threads, memory_mib, device, verify"),
     ({"enabled": 1}, "true or false"),
     ({"trust": "a.B"}, "a list"),

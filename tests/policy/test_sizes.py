@@ -42,10 +42,10 @@ BUDGETS = {
     "model, planning": (("model", "planning"), 3790),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6427),
-    "formats/zero": (("formats/zero",), 7162),
+    "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8293),
-    "operations": (("operations",), 5472),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7155),
+    "operations": (("operations",), 5471),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7156),
     "other hosts": (("hosts",), 11310),
     "resume, hooks, cli, testing, top": ((".",), 7204),
 }

@@ -163,8 +163,10 @@ class _Found:
             return
         if not tensor.contiguous:
             fault = _strided(f"{kind} of {name}")
-            self.uncut += [(kind, fault)] if state else []
-            self.faults += [] if state else [fault]
+            if state:
+                self.uncut.append((kind, fault))
+            else:
+                self.faults.append(fault)
             return
         buffer = f"{kind}/{name}"
         self.tensors[buffer] = tensor

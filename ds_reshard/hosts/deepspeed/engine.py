@@ -456,10 +456,10 @@ SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_w
 def _scaler(optimizer: object) -> object:
     """Return what scales the loss, or None. Before DeepSpeed 0.18 `FP16_Optimizer` does it itself (runtime/fp16)."""
     name = scale_name(optimizer)
-    if name is not None or not hasattr(optimizer, "cur_scale"):
-        return getattr(optimizer, name) if name is not None else None
-    names = ("dynamic_loss_scale", *SCALE)
-    return SimpleNamespace(**{name: getattr(optimizer, name) for name in names if hasattr(optimizer, name)})
+    if name is not None:
+        return getattr(optimizer, name)
+    own = {name: getattr(optimizer, name) for name in ("dynamic_loss_scale", *SCALE) if hasattr(optimizer, name)}
+    return SimpleNamespace(**own) if "cur_scale" in own else None
 
 
 def live_optimizer(engine: DeepSpeedEngine, grid: LiveGrid) -> Optimizer | None:

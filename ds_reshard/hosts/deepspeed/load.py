@@ -425,7 +425,7 @@ def asks_deepspeed(run: Run, settings: Settings, request: Request) -> bool:
     """True if DeepSpeed is to load what it can, as it alone handles what is asked for."""
     if run.features or request.custom_load_fn is not None:
         return True
-    return (settings.unchanged == "deepspeed" or run.node_local) and not settings.prove
+    return settings.unchanged == "deepspeed" or (run.node_local and not settings.prove)
 
 
 def neither_loads(run: Run, checkpoint: AnyCheckpoint, request: Request, *, left: bool) -> Iterator[Fault]:
@@ -445,12 +445,12 @@ def neither_loads(run: Run, checkpoint: AnyCheckpoint, request: Request, *, left
     yield from _unsaved(run, checkpoint, request) if request.load_optimizer else ()
 
 
-def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards | None) -> None:
+def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: ZeroShards) -> None:
     """Raise if DeepSpeed would fail to load on this rank, or would execute or mistake what it reads."""
     faults = [*_swapping(run)]
     if is_url(request.load_dir):
         faults.append(reads_no_url(request.load_dir))
-    if not faults and shards is not None:
+    if not faults:
         faults += pattern_in_path(request.load_dir, request.tag) + _check_own(run, checkpoint, shards)
         faults += scheduler_faults(run.scheduler, checkpoint.model, request)
     if checkpoint.stage == 0 and request.custom_load_fn is None:  # DeepSpeed compares no names there

@@ -137,8 +137,8 @@ class RunValues:
 
 _VALUES: weakref.WeakKeyDictionary[DeepSpeedEngine, RunValues] = weakref.WeakKeyDictionary()
 _BEGINNINGS: SchedulerMap[Beginning] = SchedulerMap()
-_GIVEN: SchedulerMap[int | None] = SchedulerMap()
-"""The positions that scripts gave schedulers of engines that had loaded nothing."""
+_GIVEN: SchedulerMap[None] = SchedulerMap()
+"""The schedulers that scripts gave a position, of engines that had loaded nothing."""
 
 
 def run_values(engine: DeepSpeedEngine) -> RunValues:
@@ -239,12 +239,10 @@ class Resume:
         self.checks, self.given = settings.checksum, Samples()
         self.external: SchedulerMap[int | None] = SchedulerMap()
         self.before: tuple[int, int, int | None] = (0, 0, None)
-        asked = (
-            policy_sources.asked_policy(settings.resume)
-            if request.module_only and live_kind(engine) != "none"
-            else policy
-        )
-        self._passed_over = ", ".join(asked.asked.values()) if asked.is_default < policy.is_default else ""
+        self._passed_over = ""  # the flags that a load of the weights alone does not apply
+        if request.module_only and live_kind(engine) != "none" and policy.is_default:
+            asked = policy_sources.asked_policy(settings.resume)
+            self._passed_over = "" if asked.is_default else ", ".join(asked.asked.values())
         self._engine_ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
             run_values(engine)
@@ -556,7 +554,7 @@ def load_state_dict(call: Call) -> object:
         last = run_values(engine).last if engine is not None else None
         if engine is None or last is None or last.saved is None or not isinstance(state, Mapping):
             if last is None and isinstance(state, Mapping) and position_in(state) != 0:
-                _GIVEN[scheduler] = position_in(state)
+                _GIVEN[scheduler] = None
             return call()
         default, fresh = last.policy.is_default, engine.global_steps == last.iteration
         is_part = scheduler is not engine.lr_scheduler and _contains(engine.lr_scheduler, scheduler)

@@ -99,6 +99,9 @@ def parse_settings(config: Mapping[str, object]) -> Settings:
     for key, (expected, fits) in _VALUES.items():
         if key in values_by_key and not fits(values_by_key[key]):
             faults.append(wrong_value(f"{SECTION}.{key}", expected, values_by_key[key]))
+    if (reshard.get("unchanged"), reshard.get("verify")) == ("deepspeed", "fingerprint"):
+        what, mend = "proves nothing that it loads", 'remove it, or "verify": "fingerprint"'
+        faults.append(ConfigError.fault(f"{SECTION}.reshard.unchanged", f"DeepSpeed {what}", '"direct"', mend=mend))
     rules, trust = reshard.get("tensor_parallel", []), section.get("trust", [])
     faults += rule_faults(f"{SECTION}.reshard.tensor_parallel", rules)
     faults += trust_faults(f"{SECTION}.trust", trust)
