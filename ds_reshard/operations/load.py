@@ -179,13 +179,13 @@ def check_ranks_agree(
     raise_faults(differences(arguments, where="load_checkpoint", mend=mend), subject="loading")
     raise_faults(policy_differences([one.policy for one in ready if one.policy is not None]), subject=subject)
     if len({one.route for one in ready if one.route}) > 1:  # a rank without a route has reported a fault
-        raise_faults([_loader_fault(load, alike)], subject=subject)
+        raise_faults([loader_fault(load, alike)], subject=subject)
     failed, subject = any(one.faults for one in reports), f"loading {folder}"
     can_hand_over = not failed and all(one.can_hand_over for one in ready)
     if not failed and len({one.loader for one in ready}) > 1:
         if can_hand_over:
             return False
-        raise_faults([_loader_fault(folder, alike)], subject=subject)
+        raise_faults([loader_fault(folder, alike)], subject=subject)
     if not failed and _has_conflicts(one.fingerprinted for one in ready if one.fingerprinted is not None):
         raise_faults([InternalError.fault(folder, "ranks hold parts of other tensors", mend=alike)], subject=subject)
     if not failed and _has_conflicts(pair for one in ready for pairs in (one.file_sets, one.files) for pair in pairs):
@@ -219,5 +219,5 @@ def _refuse_other_files(files: Callable[[], Mapping[str, bytes]], *, subject: st
     raise_faults(file_faults([digests for _, digests in by_rank]), subject=subject)
 
 
-def _loader_fault(where: str, alike: str) -> Fault:
+def loader_fault(where: str, alike: str) -> Fault:
     return InternalError.fault(where, "ranks disagree on who loads", mend=alike)

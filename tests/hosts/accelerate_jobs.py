@@ -62,3 +62,45 @@ def resume(stage: int, lr: float, slope: float, folder: str, policy: dict[str, A
     warnings = list(report.warnings) if report is not None else []
     rates = _train(*made, 50, 3)
     return {"rates": rates, "state": sorted(state), "moments": float(kept), "warnings": warnings, "told": told}
+
+
+def shared_sequence(stage: int, sp: int, folder: str, again: str) -> str:
+    """Save a Llama of which `sp` ranks share each sequence (accelerate's `ParallelismConfig`); or load, and save again.
+
+    Without `again` it trains for one update and saves `folder`. Loading into ranks that share none takes `sp` 1.
+    """
+    from accelerate.utils import DeepSpeedSequenceParallelConfig, DummyOptim, ParallelismConfig
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import ds_reshard
+
+    ds_reshard.install("deepspeed")
+    ds_reshard.install("accelerate")
+    ranks = torch.distributed.get_world_size()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+    }
+    handler = DeepSpeedSequenceParallelConfig(
+        sp_seq_length=16, sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"
+    )
+    shared = ParallelismConfig(sp_backend="deepspeed", sp_size=sp, dp_replicate_size=ranks // sp, sp_handler=handler)
+    accelerator = new_accelerator(config, **({"parallelism_config": shared} if sp > 1 else {}))
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    torch.manual_seed(len(again))  # a run that loads begins with other weights
+    net = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4))
+    row = {"input_ids": torch.arange(16), "labels": torch.arange(16), "position_ids": torch.arange(16)}
+    loader = torch.utils.data.DataLoader([row] * ranks, batch_size=1)
+    model, optimizer, loader = accelerator.prepare(net, DummyOptim(net.parameters(), lr=1e-3), loader)
+    if again:
+        accelerator.load_state(folder)
+    else:
+        batch = next(iter(loader))
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        accelerator.backward(logits.float().square().mean())
+        optimizer.step()
+    accelerator.save_state(again or folder)
+    return "loaded" if again else "saved"

@@ -365,12 +365,12 @@ AS_SAVED = {
     "a parameter that a layer's file lacks": (
         PLAIN,
         changed("layer_01-model_00-model_states.pt", lambda content: content.pop("fixed")),
-        "parameter 1.fixed: is missing from the checkpoint",
+        "1.fixed: is missing from the checkpoint",
     ),
     "a tied module that no layer has a file of": (
         replace(PLAIN, layers="no file"),
         lambda folder: None,
-        f"parameter {TIED}: is missing from the checkpoint",
+        f"{TIED}: is missing from the checkpoint",
     ),
 }
 

@@ -57,7 +57,7 @@ def test_patterns_that_were_forgotten(worlds: Any, folders: Folders, tmp_path: P
     (wrong,) = of_deepspeed(worlds, folders, tmp_path, source, mpu(1, "forgotten"))
     assert wrong["gate_up"] == 48 and wrong["qkv"] > 0
     ((error, said, same),) = worlds[1].run("grid_jobs.refused", grid=mpu(1, "forgotten"), folder=str(folders(source)))
-    assert (error, same) == ("ModelMismatch", True) and "parameter row: has another" in said
+    assert (error, same) == ("ModelMismatch", True) and "row: has another" in said
     assert loaded(worlds, mpu(1, "forgotten", RULES), folders(source)) == [{}]
 
 

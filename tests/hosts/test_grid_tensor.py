@@ -205,7 +205,7 @@ def test_rows_that_no_padding_explains_are_not_made_of_zeros(
     ((error, text, whole),) = worlds[1].run("grid_jobs.refused", grid=replace(grid, config=config), folder=folder)
     assert error == "ModelMismatch" and f"embed: has another shape (expected [{rows}, 6], found [7, 6])" in text
     assert whole
-    line = json.loads("{" + text.rpartition("say so: ")[2] + "}")
+    line = json.loads("{" + text.rpartition("add the line: ")[2] + "}")
     assert line == {"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": "embed", "vocabulary": 7}]}}}
     asked = {"grid": replace(grid, config=config | line), "folder": folder, "wiped": 3.0}
     (found,) = worlds[1].run("grid_jobs.load", **asked)
@@ -327,8 +327,8 @@ AS_COLUMN, DIVIDED = (
     [{"parameters": name} if rule["parameters"] == name else rule for rule in RULES] for name in ("row", "norm")
 )
 REFUSED = {
-    "a row that is taken for a column": (UNSAID, by_rules(mpu(1), AS_COLUMN), nothing, "parameter row: has another"),
-    "copies that are taken for parts": (UNSAID, by_rules(mpu(1), DIVIDED), nothing, "parameter norm: has another"),
+    "a row that is taken for a column": (UNSAID, by_rules(mpu(1), AS_COLUMN), nothing, "row: has another"),
+    "copies that are taken for parts": (UNSAID, by_rules(mpu(1), DIVIDED), nothing, "norm: has another"),
     "no rule": (UNSAID, by_rules(mpu(1), RULES[:1]), nothing, "nothing says how it is cut"),
     "an attribute that does not tell the parts": (
         ATTRIBUTES,

@@ -9,6 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import fresh
 import pytest
 import torch
 from cases import GLOBAL_BATCH, Model, Run
@@ -37,6 +38,8 @@ ROWS = [
     (run(3, 4, 2), run(2, 2, 2)),
     (run(0, 2, 2), run(2, 1)),
     (run(1, 4, 2), run(3, 3)),
+    (run(2, 2, 2), run(3, 4, 4)),
+    (run(1, 4, 4), run(2, 1)),
 ]
 
 
@@ -102,6 +105,18 @@ def _json(of: Run) -> dict[str, Any]:
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
     }
+
+
+@pytest.mark.parametrize(("ranks", "sp", "stage"), [(1, 1, 3), (4, 2, 1)], ids=str)
+def test_ranks_of_accelerate_that_share_a_sequence(tmp_path: Path, ranks: int, sp: int, stage: int) -> None:
+    """`ParallelismConfig(sp_backend="deepspeed")`: saved by two ranks that share one, loaded, and saved again."""
+    saved, again = str(tmp_path / "saved"), str(tmp_path / "again")
+    job = "accelerate_jobs.shared_sequence"
+    assert fresh.run(job, 2, stage=2, sp=2, folder=saved, again="") == ["saved"] * 2
+    assert fresh.run(job, ranks, stage=stage, sp=sp, folder=saved, again=again) == ["loaded"] * ranks
+    found = diff(saved, again)
+    assert found.equal and any(one.kind == "exp_avg" for one in found.tensors)
+    assert verify(saved, deep=True).faults == ()
 
 
 SHARED, PLAIN = Grid("cut", tp=2, dp=2, sp=2), Grid("cut", tp=2, dp=1)

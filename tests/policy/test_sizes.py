@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8293),
     "operations": (("operations",), 5471),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7156),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7138),
     "other hosts": (("hosts",), 11310),
     "resume, hooks, cli, testing, top": ((".",), 7204),
 }

@@ -69,8 +69,8 @@ class Tried:
                 self.counts(f"{name}: {case[1].kind}", (name, case), filter(None, [wrong(case, list(by_rank))]))
 
     def end(self) -> int:
-        """Print the counts; 1 where something was wrong."""
+        """Print the counts; 1 if something was wrong, or nothing was tried."""
         seconds = round(time.monotonic() - self._began)
         told = {"tried": sum(self._by.values()), "by": self._by, "wrong": self._findings, "seconds": seconds}
         print(json.dumps(told))
-        return 1 if self._findings else 0
+        return 1 if self._findings or not self._by else 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from calls import Step
+from on_ranks import Tried
 
 pytestmark = pytest.mark.slow
 
@@ -24,6 +25,14 @@ def test_a_conversion_that_fails_leaves_all_or_nothing() -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
     assert said["tried"] > 40 and said["wrong"] == 0
+
+
+def test_nothing_tried_is_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command that chooses no case, or finds none, does not end well."""
+    tried = Tried(1)
+    assert tried.end() == 1 and json.loads(capsys.readouterr().out)["tried"] == 0
+    tried.counts("write", (), ())
+    assert tried.end() == 0
 
 
 WORKS: dict[str, Any] = runpy.run_path(str(Path(__file__).with_name("__main__.py")), run_name="conversions")

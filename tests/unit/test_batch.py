@@ -29,6 +29,14 @@ def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any],
         parse_config(config, world)
 
 
+def test_ranks_that_share_sequences_are_counted_in_whole_numbers() -> None:
+    """DeepSpeed divides the number of ranks by that of those that share a sequence, and has 2.0 of four."""
+    with pytest.raises(ConfigError, match=r"among 2 data-parallel ranks(?s:.*)make train_batch_size 2$"):
+        parse_config(
+            {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}, 2.0
+        )  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("batch", [12, 30, 32])
 @pytest.mark.parametrize("micro", [None, 2, 4])
 @pytest.mark.parametrize("steps", [None, 3, 4])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
+from run_libraries import outcome
 from table import PAGE, block, read_results, render
 
 from ds_reshard.hooks import HostHooks
@@ -52,3 +54,11 @@ def test_the_tested_releases_of_deepspeed_are_those_that_passed() -> None:
         if {cell["outcome"] for cell in release["cells"]} in ({"passed"}, {"passed", "not run"})
     }
     assert set(HOOKS.tested) == passed
+
+
+def test_a_skipped_case_has_neither_passed_nor_failed() -> None:
+    """A release under which every case is skipped has passed none, and `make test-versions` fails."""
+    ends = ("", "<skipped/>", "<failure/>", "<error/>")
+    cases = [ElementTree.fromstring(f'<testcase name="{n}">{end}</testcase>') for n, end in enumerate(ends)]
+    assert outcome(cases) == {"passed": 1, "failed": ["2", "3"]}
+    assert outcome(cases[1:2]) == {"passed": 0, "failed": []}

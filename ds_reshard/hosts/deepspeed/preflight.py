@@ -61,6 +61,7 @@ from ds_reshard.hosts.deepspeed.settings import SECTION, Settings, parse_setting
 from ds_reshard.model.index import Index
 from ds_reshard.model.records import ElementType
 from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
+from ds_reshard.operations.load import loader_fault
 from ds_reshard.operations.load import prepare as agree_to_load
 from ds_reshard.operations.ranks import Steps
 from ds_reshard.operations.source import find_listing
@@ -229,8 +230,8 @@ class _Forecasting:
             for one in decisions:
                 one.loader = "DeepSpeed"
             return
+        faults += [loader_fault(folder, DeepSpeedLoad.built_alike)] if differ and not faults else []
         raise_faults(faults, subject=f"loading {folder}")
-        assert len({one.loader for one in decisions}) == 1, "rows of one save are loaded by one loader"
 
     def _fill_config(self) -> None:
         """Fill each "auto" of the JSON from the saved JSON, and note what is assumed or cannot be predicted."""

@@ -60,6 +60,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.live_run import LiveTensor, LocalShard
 from ds_reshard.model.region import Shape
+from ds_reshard.operations.matching import TRAINED, match_tensors
 from ds_reshard.operations.ranks import rank
 from ds_reshard.planning.plan import Plan
 
@@ -177,7 +178,7 @@ def names_apart(tensors: Iterable[LiveTensor], index: Index, *, memory_nbytes: i
             if not same_values((index, held[0]), (index, other), memory_nbytes=memory_nbytes):
                 mend = "build the model with a weight for each name, or correct the folder"
                 what = f"is tied to {held[0].name} in this run, and has other values than it in the checkpoint"
-                yield _mismatch(other.name, what, "the same bytes", "others", mend)
+                yield ModelMismatch.fault(f"parameter {other.name}", what, "the same bytes", "others", mend=mend)
 
 
 def _own_model(run: Run, checkpoint: AnyCheckpoint) -> ModelStates:
@@ -369,54 +370,33 @@ def model_faults(
     unsaved = bool(checkpoint.stages or checkpoint.listing.experts or checkpoint.universal is not None)
     from_masters = {n for n in saved.trainable if unsaved and TensorKey(n, MASTER) in checkpoint.layout}
     shapes = saved_shapes(checkpoint)
-    wanted = {**model.trainable, **model.frozen, **model.buffers}
-    padded = more_rows(checkpoint, wanted)
-    for name, shape in wanted.items():
-        if name in shapes and shapes[name] != shape and not (prod(shape) == 0 == prod(shapes[name])):
-            mend = "build the model with the shapes that were saved"
-            mend += f"; where rows behind those are padding, say so: {padding_rules(padded)}" if name in padded else ""
-            yield _mismatch(name, "has another shape", str(list(shape)), str(list(shapes[name])), mend)
+    own = {**model.trainable, **model.frozen, **model.buffers}
+    own = {name: shape for name, shape in own.items() if name in shapes and prod(shape) + prod(shapes[name])}
+    padded = more_rows(checkpoint, own)
+    rows = f"{_SHAPES}; if the rows after those are padding, add the line: {padding_rules(padded)}"
+    for names, mend in ((padded, rows), ([name for name in own if name not in padded], _SHAPES)):
+        yield from match_tensors({n: own[n] for n in names}, {n: shapes[n] for n in names}, mend=mend)
     if strict:
         # safetensors has a tied tensor under one of its names
-        lacking = {name for name in model.keys - held - from_masters if held.isdisjoint(model.tied.get(name, ()))}
-        for name in sorted(lacking):
-            yield _mismatch(name, "is missing from the checkpoint", "an entry", "none")
-        for name in sorted(held - model.keys):
-            yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry")
-    if optimizer and saved.param_shapes is None:
-        saved_names = {name for name in set(saved.module) - saved.buffer_names if grid.is_responsible_for(name)}
+        made = from_masters.union(name for name, names in model.tied.items() if not held.isdisjoint(names))
+        yield from match_tensors(dict.fromkeys(model.keys), dict.fromkeys(held | made & model.keys), mend=_MODEL)
+    if optimizer and saved.param_shapes is None and not strict:
+        named = {name for name in saved.module.keys() - saved.buffer_names if grid.is_responsible_for(name)}
         mend = "a stage-0 optimizer names nothing and is matched by order: build the model that was saved"
-        for name in sorted(set(model.trainable) - saved_names):
-            if not strict:
-                yield _mismatch(name, "is missing from the checkpoint", "an entry", "none", mend)
-        for name in sorted(saved_names - model.keys):
-            if not strict:
-                yield _mismatch(name, "is in the checkpoint but not in the model", "no entry", "an entry", mend)
+        run = model.trainable.keys() | named & model.keys
+        yield from match_tensors(dict.fromkeys(run), dict.fromkeys(named), mend=mend)
     if optimizer and saved.param_shapes is not None:
-        live = {name for name, shape in model.trainable.items() if prod(shape)}
+        run = {name for name, shape in model.trainable.items() if prod(shape)}
         trained = {name for name, shape in saved.trainable.items() if prod(shape) and grid.is_responsible_for(name)}
+        if strict:  # parameters that either model lacks are faults already
+            lacking = trained - model.keys | {n for n in run - from_masters if n not in saved.module}
+            run, trained = run - lacking, trained - lacking
         mend = "train the same parameters, or pass --no-load-optim, or load_optimizer_states=False"
-        for name in sorted(live - trained):
-            if strict and name not in saved.module and name not in from_masters:
-                continue
-            found = "frozen" if name in shapes else "absent"
-            yield _mismatch(name, "is trained by this run but not by the saved one", "optimizer state", found, mend)
-        for name in sorted(trained - live):
-            if strict and name not in model.keys:
-                continue
-            yield _mismatch(
-                name, "was trained by the saved run but not by this one", "trainable", "frozen or absent", mend
-            )
+        yield from match_tensors(dict.fromkeys(run), dict.fromkeys(trained), words=TRAINED, mend=mend)
 
 
-def _mismatch(name: str, what: str, expected: str, found: str, mend: str = "") -> Fault:
-    return ModelMismatch.fault(
-        f"parameter {name}",
-        what,
-        expected,
-        found,
-        mend=mend or "build the model that was saved, or pass load_module_strict=False for weights only",
-    )
+_SHAPES = "build the model with the shapes that were saved"
+_MODEL = "build the model that was saved, or pass load_module_strict=False for weights only"
 
 
 class SavedGroups:

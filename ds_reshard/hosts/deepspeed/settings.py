@@ -143,9 +143,10 @@ def check_batch(call: Call) -> None:
         batch, micro, steps = (value if isinstance(value, int) and value > 0 else None for value in sizes.values())
         if batch is None:
             raise
-        mend = _batch_mend(batch, micro, steps, config.world_size)
+        ranks = int(config.world_size)  # a float if ranks share sequences
+        mend = _batch_mend(batch, micro, steps, ranks)
         found = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
-        what = f"the global batch cannot be divided among {config.world_size} data-parallel ranks"
+        what = f"the global batch cannot be divided among {ranks} data-parallel ranks"
         expected = "train_batch_size = micro batch x accumulation x data-parallel ranks"
         fault = ConfigError.fault("DeepSpeed config", what, expected, found, mend=mend)
         raise_faults([fault], subject="DeepSpeed config")
