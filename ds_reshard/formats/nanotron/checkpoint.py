@@ -11,7 +11,6 @@ from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
 from ds_reshard.formats.nanotron.names import OPTIMIZER_CONFIG, NanotronListing, Rank, Topology
 from ds_reshard.formats.nanotron.optimizer_file import (
     OptimizerFile,
-    SavedGroup,
     SavedScheduler,
     of_another_step,
     read_optimizer,
@@ -56,9 +55,9 @@ class NanotronCheckpoint:
     def rates(self) -> dict[str, Mapping[str, object]]:
         """What the scheduler keeps of each parameter's param group, by its name."""
         return {
-            name: scheduler.of_group(number)
+            name: row
             for stage, scheduler in zip(self.stages, self.schedulers, strict=False)
-            for number, group in enumerate(stage.groups)
+            for group, row in zip(stage.groups, scheduler.groups, strict=True)
             for name in group.members
         }
 
@@ -240,13 +239,9 @@ def _states(
 
 
 def _facts(stages: tuple[OptimizerFile, ...]) -> OptimizerFacts:
-    groups = [
-        GroupFacts(members=group.members, hyperparameters=group.hyperparameters)
-        for stage in stages
-        for group in stage.groups
-    ]
+    groups = tuple(group for stage in stages for group in stage.groups)
     scalars = {name: values for stage in reversed(stages) for name, values in stage.scalars.items()}
-    return OptimizerFacts(groups=tuple(groups), scalars=scalars)
+    return OptimizerFacts(groups=groups, scalars=scalars)
 
 
 def shape_of(parameter: Parameter, topology: Topology, rank: Rank) -> tuple[int, ...] | None:
@@ -299,7 +294,7 @@ class NanotronShards:
         Compares steps and hyper-parameters, also with those of the first file of each stage, and of parameters that
         several ranks hold alike (not sharded, or tied) every state, by its checksum or its bytes.
         """
-        groups: dict[str, tuple[str, SavedGroup]] = {}
+        groups: dict[str, tuple[str, GroupFacts]] = {}
         scalars: dict[tuple[str, str], tuple[str, object]] = {}
         for file in (*self.checkpoint.stages, *self.opened.values()):
             for group in file.groups:
@@ -326,7 +321,7 @@ class NanotronShards:
                 except ReshardError as error:
                     yield from faults_of(error)
                     continue
-                yield from _differing(path, "the scheduler", first.path, first.entries, found.entries)
+                yield from _differing(path, "the scheduler", first.path, first.entries(), found.entries())
         for other in checkpoint.schedulers[1:]:
             first = checkpoint.schedulers[0]
             yield from _differing(other.path, "the scheduler's position", first.path, first.counters, other.counters)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from ds_reshard.containers import folders
 from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.metadata import Metadata
 from ds_reshard.formats.nanotron.names import CONFIG, META, MODEL_CONFIG, OPTIMIZER_CONFIG
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedGroup, SavedScheduler
+from ds_reshard.formats.nanotron.optimizer_file import MASTER, OptimizerFile, SavedScheduler
 from ds_reshard.model.content import BASE, LAST, SAMPLES, SCHEDULER, STEPS, WEIGHT, Content, Schedule, TensorSource
 from ds_reshard.model.facts import (
     GroupFacts,
@@ -51,7 +51,7 @@ def digest_of(checkpoint: NanotronCheckpoint) -> str:
         "homes": dict(listing.weight_stages),
         "stages": [
             {
-                "groups": [[group.members, dict(group.hyperparameters)] for group in stage.groups],
+                "groups": [[group.members, dict(group.hyperparameters or {})] for group in stage.groups],
                 "states": {
                     name: {kind: tensor.dtype.label for kind, tensor in kinds.items()}
                     for name, kinds in stage.states.items()
@@ -59,7 +59,7 @@ def digest_of(checkpoint: NanotronCheckpoint) -> str:
             }
             for stage in checkpoint.stages
         ],
-        "schedulers": [dict(scheduler.entries) for scheduler in checkpoint.schedulers],
+        "schedulers": [scheduler.entries() for scheduler in checkpoint.schedulers],
     }
     return hashlib.sha256(canonical(said).encode("utf-8", "surrogatepass")).hexdigest()
 
@@ -131,7 +131,7 @@ def _groups(checkpoint: NanotronCheckpoint) -> tuple[OptimizerFacts | None, Sche
             names = [name for name in group.members if name not in seen]
             if names:
                 seen.update(names)
-                rates = checkpoint.schedulers[number].of_group(at) if checkpoint.schedulers else {}
+                rates = checkpoint.schedulers[number].groups[at] if checkpoint.schedulers else {}
                 values = dict(group.hyperparameters or {})
                 alike = canonical([values, [rates.get(BASE), rates.get(LAST)]])
                 firsts.setdefault(alike, (values, rates))
@@ -209,7 +209,7 @@ class Hyperparameters:
         self._number = {name: number for number, group in enumerate(content.facts.groups) for name in group.members}
         self._groups = [dict(group.hyperparameters or {}) for group in content.facts.groups]
 
-    def group(self, path: str, like: SavedGroup) -> SavedGroup:
+    def group(self, path: str, like: GroupFacts) -> GroupFacts:
         """A param group with the members of `like`: every value that it has, as the content has it of these members."""
         numbers = {self._number[name] for name in like.members if name in self._number}
         found = [self._groups[number] for number in sorted(numbers)]
@@ -220,9 +220,9 @@ class Hyperparameters:
                 self._fault(
                     path, like, "are of several param groups of the source, which differ", "one", f"{len(found)}"
                 )
-        saved = found[0]
+        saved, shown = found[0], like.hyperparameters or {}
         made: dict[str, object] = {}
-        for key, wanted in like.hyperparameters.items():
+        for key, wanted in shown.items():
             if key in saved:
                 made[key] = saved[key]
             elif key in _HOW or key == _INITIAL:
@@ -231,15 +231,15 @@ class Hyperparameters:
             else:
                 self._fault(path, like, f"have no {key} in the source", describe(wanted), "none")
         for key in _VARIANT:
-            if key in saved and key in like.hyperparameters and saved[key] != like.hyperparameters[key]:
-                expected = describe(like.hyperparameters[key])
+            if key in saved and key in shown and saved[key] != shown[key]:
+                expected = describe(shown[key])
                 self._fault(path, like, f"are trained with another {key}", expected, describe(saved[key]))
         if saved.get("bias_correction", True) is not True:
             self._fault(path, like, "are trained without the bias correction that AdamW makes", "True", "False")
-        self._left |= set(saved) - set(like.hyperparameters) - _COUNTED - {"bias_correction"}
-        if _INITIAL in like.hyperparameters and made.get(_INITIAL) != like.hyperparameters[_INITIAL]:
-            self._other_base.add(f"{describe(made.get(_INITIAL))}, not {describe(like.hyperparameters[_INITIAL])}")
-        return SavedGroup(members=like.members, hyperparameters=made)
+        self._left |= set(saved) - set(shown) - _COUNTED - {"bias_correction"}
+        if _INITIAL in shown and made.get(_INITIAL) != shown[_INITIAL]:
+            self._other_base.add(f"{describe(made.get(_INITIAL))}, not {describe(shown[_INITIAL])}")
+        return GroupFacts(members=like.members, hyperparameters=made)
 
     def base(self, members: Sequence[str], like: object) -> object:
         """The rate that the schedule of a param group is a multiple of: the source's where it has one."""
@@ -265,36 +265,30 @@ class Hyperparameters:
             told.append(f"the initial learning rate is the source's: {'; '.join(sorted(self._other_base))} of --like")
         return told
 
-    def _fault(self, path: str, group: SavedGroup, what: str, expected: str, found: str) -> None:
+    def _fault(self, path: str, group: GroupFacts, what: str, expected: str, found: str) -> None:
         names = ", ".join(group.members[:3]) + ("" if len(group.members) < 4 else f" and {len(group.members) - 3} more")
         self.faults.append(ParamGroupMismatch.fault(names, f"{what} ({path})", expected, found, mend=self._mend))
 
 
 _KINDS = "fp32, exp_avg, exp_avg_sq"
+_SAME = "name a checkpoint of the same model"
+_NAMES = "give the name that it has on the other side: --names map.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adoption:
-    """What came of it: the checkpoint, the tensors it takes, and what there is to tell."""
-
-    checkpoint: NanotronCheckpoint
-    origins: Mapping[TensorKey, TensorKey]
-    notes: tuple[str, ...]
-
-
-def adopt(content: Content, like: NanotronCheckpoint, faults: Sequence[Fault]) -> Adoption:
-    """The content as a checkpoint that is arranged as `like` is.
+def adopt(
+    content: Content, like: NanotronCheckpoint, faults: Sequence[Fault]
+) -> tuple[NanotronCheckpoint, Mapping[TensorKey, TensorKey], list[str]]:
+    """The content as a checkpoint that is arranged as `like` is, the tensors that it takes, and what there is to tell.
 
     Raises, with `faults`, every fault at once: an optimizer that is not there, and parameters, shapes, types, states,
     steps and param groups that `like` has otherwise.
     """
     subject = f"converting {content.folder} to nanotron"
-    found = [*faults, *content.faults, *_parameters(content, like)]
+    found = [*faults, *content.faults, *unlike(content, like)]
     if content.facts is None:
         what = "holds no optimizer"
         lacking = UnsupportedLayout.fault(content.folder, what, "param groups and states", mend=_ALONE)
         raise error_of([*found, lacking], subject=subject)
-    found += _optimizer(content, like)
     scalars, wrong = _scalars(content, like)
     metas, lost = position_of(content, like.metadata)
     groups = Hyperparameters(content)
@@ -312,8 +306,7 @@ def adopt(content: Content, like: NanotronCheckpoint, faults: Sequence[Fault]) -
         schedulers=tuple(_scheduler(content, groups, *pair) for pair in zip(like.schedulers, stages, strict=False)),
         facts=OptimizerFacts(groups=(), scalars=scalars),
     )
-    notes = (*_adoption_notes(content, like), *groups.notes)
-    return Adoption(checkpoint=checkpoint, origins=_origins(content, like), notes=notes)
+    return checkpoint, _origins(content, like), [*_adoption_notes(content, like), *groups.notes]
 
 
 def _origins(content: Content, like: NanotronCheckpoint) -> dict[TensorKey, TensorKey]:
@@ -327,63 +320,48 @@ def _origins(content: Content, like: NanotronCheckpoint) -> dict[TensorKey, Tens
     return found
 
 
-def _parameters(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
-    """Names, shapes and types that differ; a weight that is its own master is cast to the type of the coming run."""
-    weights = content.weights
+def unlike(content: Content, like: NanotronCheckpoint, *, as_it_is: bool = False) -> Iterator[Fault]:
+    """Names, shapes, types and states that the content has otherwise, and parameters that one side trains alone.
+
+    A weight that is its own master may be of another type in the coming run, and a weight in float32 may lack its
+    master there; not if the content is nanotron's, and is written `as_it_is`.
+    """
+    weights, trained, folder = content.weights, content.trained, like.folder
     for name in sorted(set(weights) - set(like.parameters)):
-        yield _mismatch(name, "is in the source and not in --like", like.folder, "its name there: --names map.json")
+        yield _mismatch(name, "is in the source and not in --like", folder, _SAME if as_it_is else _NAMES)
     for name in sorted(set(like.parameters) - set(weights)):
-        yield _mismatch(
-            name,
-            "is in --like, and no parameter of the source has that name",
-            content.folder,
-            "the name that it has in the source: --names map.json",
-        )
+        what = "is in --like, and no parameter of the source has that name"
+        yield _mismatch(name, what, content.folder, _SAME if as_it_is else _NAMES)
+    states: dict[str, Mapping[str, ElementType]] = {}
+    for stage in reversed(like.stages):
+        states |= {name: {kind: t.dtype for kind, t in kinds.items()} for name, kinds in stage.states.items()}
     for name in sorted(set(like.parameters) & set(weights)):
-        parameter, held = like.parameters[name], weights[name]
+        parameter, held, kinds = like.parameters[name], weights[name], dict(trained.get(name, {}))
+        own_master = held is kinds.get(MASTER)
         if parameter.shape != held.shape:
             what = f"is of shape {list(held.shape)} in the source and {list(parameter.shape)} in --like"
-            yield _mismatch(
-                name, what, like.folder, "name a checkpoint of the same model: tensors are not cut or fused"
-            )
-        elif parameter.dtype is not held.dtype and held is not content.trained.get(name, {}).get(MASTER):
+            yield _mismatch(name, what, folder, f"{_SAME}: tensors are not cut or fused")
+        elif parameter.dtype is not held.dtype and (as_it_is or not own_master):
             what = f"is {held.dtype.label} in the source and {parameter.dtype.label} in --like"
-            yield _mismatch(name, what, like.folder, "name a checkpoint of a run that trains in the same type")
+            yield _mismatch(name, what, folder, "name a checkpoint of a run that trains in the same type")
+        if content.facts is None or not (kinds or name in states):
+            continue
+        if not kinds or name not in states:
+            what = f"is trained in {'--like' if name in states else 'the source'} alone"
+            yield _mismatch(name, what, folder, "name a checkpoint of a run that trains it")
+            continue
+        if own_master if as_it_is else held.dtype is ElementType.FLOAT32 and MASTER not in states[name]:
+            kinds.pop(MASTER, None)
+        sides = {kind: one.dtype for kind, one in kinds.items()}, states[name]
+        if sides[0] != sides[1]:
+            said = (", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(side.items())) for side in sides)
+            what = f"has the states {' in the source and '.join(said)} in --like"
+            mend = f"name a checkpoint of a run that keeps the same: of AdamW {_KINDS}"
+            yield _mismatch(name, what, folder, f"{mend}, masters with accumulate_grad_in_fp32")
 
 
 def _mismatch(name: str, what: str, found: str, mend: str) -> Fault:
     return ModelMismatch.fault(name, what, found=found, mend=mend)
-
-
-def _optimizer(content: Content, like: NanotronCheckpoint) -> Iterator[Fault]:
-    """Parameters that one side trains alone, and states that it has otherwise."""
-    states: dict[str, Mapping[str, ElementType]] = {}
-    for stage in reversed(like.stages):
-        states |= {name: {kind: t.dtype for kind, t in kinds.items()} for name, kinds in stage.states.items()}
-    trained = content.trained
-    for name in sorted((set(states) ^ set(trained)) & set(content.weights) & set(like.parameters)):
-        side = "--like" if name in states else "the source"
-        yield _mismatch(name, f"is trained in {side} alone", like.folder, "name a checkpoint of a run that trains it")
-    for name in sorted(set(states) & set(trained)):
-        held = {kind: one.dtype for kind, one in trained[name].items()}
-        if MASTER not in states[name] and content.weights[name].dtype is ElementType.FLOAT32:
-            held.pop(MASTER, None)  # the weight is the master
-        yield from _states(name, held, states[name], like.folder)
-
-
-def _states(
-    name: str, found: Mapping[str, ElementType], wanted: Mapping[str, ElementType], folder: str
-) -> Iterator[Fault]:
-    if dict(found) != dict(wanted):
-        one, other = (
-            ", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(side.items())) for side in (found, wanted)
-        )
-        mend = (
-            f"name a checkpoint of a run that keeps the same: of AdamW {_KINDS}, masters with accumulate_grad_in_fp32"
-        )
-        yield UnsupportedLayout.fault(
-            name, f"has other optimizer states than in --like {folder}", other, one, mend=mend
-        )
 
 
 def _scalars(content: Content, like: NanotronCheckpoint) -> tuple[dict[str, dict[str, Scalar]], list[Fault]]:
@@ -425,13 +403,13 @@ def _scheduler(
     """The schedule of `like` at the content's position, with the rates of the content."""
     kept = content.schedule.counters if content.schedule is not None else {}
     position = kept.get("last_epoch", content.steps)
-    entries: dict[str, object] = {**saved.entries, "last_epoch": position}
-    entries["_step_count"] = kept.get("_step_count", (content.steps or 0) + 1)
-    bases = saved.entries[BASE]
-    assert isinstance(bases, list)
-    entries[BASE] = [groups.base(group.members, base) for group, base in zip(stage.groups, bases, strict=True)]
-    entries[LAST] = [group.hyperparameters["lr"] for group in stage.groups]
-    return replace(saved, entries=entries)
+    counters = {**saved.counters, "last_epoch": position}
+    counters["_step_count"] = kept.get("_step_count", (content.steps or 0) + 1)
+    rows = (
+        {**row, BASE: groups.base(group.members, row[BASE]), LAST: (group.hyperparameters or {})["lr"]}
+        for row, group in zip(saved.groups, stage.groups, strict=True)
+    )
+    return replace(saved, counters=counters, groups=tuple(rows))
 
 
 def _adoption_notes(content: Content, like: NanotronCheckpoint) -> Iterator[str]:

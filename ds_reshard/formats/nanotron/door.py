@@ -163,15 +163,15 @@ def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, 
         what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
         mend = "save a step of the coming run, and name that checkpoint: --like DIR"
         raise error_of([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
-    adoption = adopt(content, shown, faults)
-    target = nanotron_target(adoption.checkpoint, asked)
+    checkpoint, origins, notes = adopt(content, shown, faults)
+    target = nanotron_target(checkpoint, asked)
     tag = str(content.steps)
     return replace(
         target,
-        sources={key: adoption.origins[wanted] for key, wanted in target.sources.items()},
+        sources={key: origins[wanted] for key, wanted in target.sources.items()},
         folder=tag,
         pointers=dict.fromkeys(target.pointers, tag),
-        notes=(*adoption.notes, *target.notes, *content.notes),
+        notes=(*notes, *target.notes, *content.notes),
         basis={"like": digest_of(shown)},
     )
 

@@ -125,36 +125,41 @@ def read_listing(folder: str, *, optimizer: bool = True) -> NanotronListing:
     nbytes = folders.files_below(folder)
     if not optimizer:
         nbytes = {name: size for name, size in nbytes.items() if not name.startswith(("optimizer/", "lr_scheduler/"))}
-    states: dict[str, dict[tuple[int, ...], str]] = {"optimizer": {}, "lr_scheduler": {}}
-    sizes: dict[str, set[tuple[int | None, ...]]] = {"optimizer": set(), "lr_scheduler": set()}
+    states: dict[str, StateFiles] = {"optimizer": {}, "lr_scheduler": {}}
     weights: dict[str, dict[int | None, str]] = {}
     homes: dict[str, int] = {}
     faults: list[Fault] = []
     for name in sorted(nbytes):
         if match := _STATE.fullmatch(name):
-            ranks = [int(text) if text is not None else None for text in match.groups()[1:]]
-            sizes[match[1]].add(tuple(ranks[1::2]))
-            states[match[1]][tuple(rank or 0 for rank in ranks[0::2])] = name
+            kind, (pp, pps, dp, dps, tp, tps, exp, exps) = match[1], (int(text or 0) for text in match.groups()[1:])
+            sizes = Topology(pp=pps, tp=tps, dp=dps if match[5] is not None else None, exp=exps)
+            files = states[kind].setdefault(sizes, {})
+            if not exp:
+                files[Rank(pp=pp, tp=tp, dp=dp)] = name
         elif match := _MODEL.fullmatch(name):
             faults += _add_weight(folder, weights, homes, name, match)
         if not nbytes[name] and name.endswith((".pt", ".safetensors")):
             faults.append(damaged(f"{folder}/{name}", "is empty", "a file of torch or safetensors", "0 bytes"))
-    topology, wrong = _topology(folder, states["optimizer"], sizes["optimizer"])
-    schedulers, mixed = _schedulers(folder, states["lr_scheduler"], sizes["lr_scheduler"], nbytes)
+    topology, wrong = _topology(folder, states["optimizer"])
+    schedulers, mixed = _schedulers(folder, states["lr_scheduler"], nbytes)
     return NanotronListing(
         folder=folder,
         nbytes=nbytes,
         topology=topology,
         weights=weights,
         faults=(*faults, *wrong, *mixed),
-        optimizer=_by_rank(states["optimizer"]),
+        optimizer=_of_all(states["optimizer"]),
         schedulers=schedulers,
         weight_stages=homes,
     )
 
 
-def _by_rank(states: Mapping[tuple[int, ...], str]) -> dict[Rank, str]:
-    return {Rank(pp=pp, tp=tp, dp=dp): name for (pp, dp, tp, exp), name in states.items() if not exp}
+StateFiles = dict[Topology, dict[Rank, str]]
+"""Files of the optimizer, or of its scheduler, by the sizes and the rank in their names."""
+
+
+def _of_all(files: StateFiles) -> dict[Rank, str]:
+    return {rank: name for of_topology in files.values() for rank, name in of_topology.items()}
 
 
 def _add_weight(
@@ -192,30 +197,20 @@ def experts(where: str, size: int) -> Fault:
     )
 
 
-def _topology(
-    folder: str, states: Mapping[tuple[int, ...], str], sizes: set[tuple[int | None, ...]]
-) -> tuple[Topology | None, list[Fault]]:
+def _topology(folder: str, files: StateFiles) -> tuple[Topology | None, list[Fault]]:
     """What the optimizer's file names say, and which of their files are missing."""
-    if not sizes:
-        return None, []
-    if len(sizes) > 1:
-        found = ", ".join("pp {} dp {} tp {} exp {}".format(*size) for size in sorted(sizes, key=str))
-        mend = "move the files of the older save out of the folder"
-        return None, [
-            CheckpointDamaged.fault(
-                f"{folder}/optimizer", "holds the files of several topologies", "one", found, mend=mend
-            )
-        ]
-    pp, dp, tp, exp = next(iter(sizes))
-    topology = Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0)
-    if topology.exp != 1:
-        return topology, [experts(f"{folder}/optimizer", topology.exp)]
-    held = _by_rank(states)
-    ranks = set(topology.ranks)
-    beyond = [name for rank, name in held.items() if rank not in ranks]
-    what = "is of a rank beyond the size in its name"
-    faults = [damaged(f"{folder}/{name}", what, "a rank below it", name) for name in beyond]
-    return topology, [*_missing(folder, "optimizer", topology, held), *faults]
+    if len(files) > 1:
+        found = ", ".join(sorted(f"pp {one.pp} dp {one.dp} tp {one.tp} exp {one.exp}" for one in files))
+        what, mend = "holds the files of several topologies", "move the files of the older save out of the folder"
+        return None, [CheckpointDamaged.fault(f"{folder}/optimizer", what, "one", found, mend=mend)]
+    for topology, held in files.items():
+        if topology.exp != 1:
+            return topology, [experts(f"{folder}/optimizer", topology.exp)]
+        ranks, what = set(topology.ranks), "is of a rank beyond the size in its name"
+        beyond = (name for rank, name in held.items() if rank not in ranks)
+        faults = [damaged(f"{folder}/{name}", what, "a rank below it", name) for name in beyond]
+        return topology, [*_missing(folder, "optimizer", topology, held), *faults]
+    return None, []
 
 
 def _missing(folder: str, kind: str, topology: Topology, held: Mapping[Rank, str]) -> Iterator[Fault]:
@@ -223,12 +218,10 @@ def _missing(folder: str, kind: str, topology: Topology, held: Mapping[Rank, str
         yield damaged(f"{folder}/{name}", "is missing", f"{len(held)} files and this", "no file")
 
 
-def _schedulers(
-    folder: str, states: Mapping[tuple[int, ...], str], sizes: set[tuple[int | None, ...]], nbytes: Mapping[str, int]
-) -> tuple[Mapping[Rank, str], list[Fault]]:
+def _schedulers(folder: str, files: StateFiles, nbytes: Mapping[str, int]) -> tuple[Mapping[Rank, str], list[Fault]]:
     """The scheduler's files; those of two namings are of two saves."""
     old = OLD_SCHEDULER in nbytes
-    if len(sizes) + old > 1:
+    if len(files) + old > 1:
         fault = CheckpointDamaged.fault(
             f"{folder}/lr_scheduler",
             "holds the schedulers of several saves",
@@ -239,6 +232,5 @@ def _schedulers(
         return {}, [fault]
     if old:
         return {Rank(pp=0, tp=0, dp=0): OLD_SCHEDULER}, []
-    held = _by_rank(states)
-    topologies = [Topology(pp=pp or 0, dp=dp, tp=tp or 0, exp=exp or 0) for pp, dp, tp, exp in sizes]
-    return held, [fault for one in topologies for fault in _missing(folder, "lr_scheduler", one, held)]
+    missing = [fault for one, held in files.items() for fault in _missing(folder, "lr_scheduler", one, held)]
+    return _of_all(files), missing

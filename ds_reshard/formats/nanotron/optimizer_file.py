@@ -7,39 +7,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os.path import basename
 
 from ds_reshard.containers.torch_zip import TorchArchive, check_root, open_archive
 from ds_reshard.errors import CheckpointDamaged, Fault, damaged, error_of, fail
 from ds_reshard.formats.nanotron.names import NanotronListing, Rank
-from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP
-from ds_reshard.model.facts import Scalar, ScalarTensor, number_of
+from ds_reshard.model.content import BASE, LAMBDAS, LAST, PER_GROUP, Schedule, schedule_of
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, number_of
 from ds_reshard.model.records import TensorRecord
 
 MASTER = "fp32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedGroup:
-    """A param group: the members that this rank has a part of, and the hyper-parameters.
-
-    `stateless` counts members that have no state and so no name: frozen ones, which ZeRO-0 leaves in their group.
-    """
-
-    members: tuple[str, ...]
-    hyperparameters: Mapping[str, object]
-    stateless: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFile:
-    """What one file says; `states` has of each parameter its tensors by kind, in the file's order."""
+    """What one file says; `states` has of each parameter its tensors by kind, in the file's order.
+
+    The members of its groups are those that its rank has a part of. `stateless` counts those that have no state and so
+    no name: frozen ones, which ZeRO-0 leaves in their group.
+    """
 
     path: str
     states: Mapping[str, Mapping[str, TensorRecord]]
     scalars: Mapping[str, Mapping[str, Scalar]]
-    groups: tuple[SavedGroup, ...]
+    groups: tuple[GroupFacts, ...]
+    stateless: int
 
     @property
     def has_masters(self) -> bool:
@@ -77,9 +70,9 @@ def read_optimizer(path: str) -> OptimizerFile:
             states[name], scalars[name] = _split(path, archive, state[number])
             if masters:
                 states[name][MASTER] = _whole(path, f"{MASTER} of {name}", masters[name])
-    return OptimizerFile(
-        path=path, states=states, scalars=scalars, groups=tuple(_group(path, group, names) for group in groups)
-    )
+    read = tuple(_group(path, group, names) for group in groups)
+    stateless = sum(len(group["params"]) for group in groups) - sum(len(group.members) for group in read)
+    return OptimizerFile(path=path, states=states, scalars=scalars, groups=read, stateless=stateless)
 
 
 def _split(
@@ -107,29 +100,20 @@ def _whole(path: str, what: str, value: object) -> TensorRecord:
     return value
 
 
-def _group(path: str, group: object, names: Mapping[object, object]) -> SavedGroup:
+def _group(path: str, group: object, names: Mapping[object, object]) -> GroupFacts:
     params = group.get("params") if isinstance(group, dict) else None
     if not isinstance(group, dict) or not isinstance(params, list):
         raise fail(path, "has a param group without members", "a list 'params'", type(group).__name__)
     members = tuple(str(names[number]) for number in params if number in names)
     hyperparameters = {str(key): value for key, value in group.items() if key != "params"}
-    return SavedGroup(members=members, hyperparameters=hyperparameters, stateless=len(params) - len(members))
+    return GroupFacts(members=members, hyperparameters=hyperparameters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SavedScheduler:
-    """One file: `entries` are all of it, `counters` those that are alike on all ranks."""
+class SavedScheduler(Schedule):
+    """One file."""
 
     path: str
-    entries: Mapping[str, object]
-
-    @property
-    def counters(self) -> dict[str, object]:
-        return {key: value for key, value in self.entries.items() if key not in PER_GROUP}
-
-    def of_group(self, number: int) -> dict[str, object]:
-        """What it keeps of the param group of that number."""
-        return {key: self.entries[key][number] for key in PER_GROUP}  # type: ignore[index]
 
 
 def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
@@ -137,16 +121,18 @@ def read_scheduler(path: str, groups: int | None) -> SavedScheduler:
     with open_archive(path) as archive:
         check_root(path, basename(path).removesuffix(".pt"), archive.root)
         top = archive.load()
-    if not isinstance(top, dict) or not all(isinstance(top.get(key), list) for key in PER_GROUP):
+    sizes = [len(top[key]) for key in PER_GROUP if isinstance(top.get(key), list)] if isinstance(top, dict) else []
+    if len(sizes) < len(PER_GROUP):
         found = ", ".join(sorted(map(str, top))[:8]) if isinstance(top, dict) else type(top).__name__
         raise fail(path, "is no state of a LambdaLR", ", ".join(PER_GROUP), found)
-    sizes = {len(values) for key, values in top.items() if key in PER_GROUP}
-    if len(sizes) > 1 or (groups is not None and sizes != {groups}):
-        raise fail(path, "is of another number of param groups than the optimizer", f"{groups}", f"{sorted(sizes)}")
-    return SavedScheduler(path=path, entries={str(key): value for key, value in top.items()})
+    schedule = schedule_of(top, sizes[0] if groups is None else groups)
+    if schedule is None:
+        what, found = "is of another number of param groups than the optimizer", f"{sorted(set(sizes))}"
+        raise fail(path, what, f"{groups}", found)
+    return SavedScheduler(path=path, counters=schedule.counters, groups=schedule.groups)
 
 
-def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[SavedGroup]]) -> list[SavedScheduler]:
+def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[GroupFacts]]) -> list[SavedScheduler]:
     """The scheduler of each pipeline stage; none where it was not saved. `groups` are the param groups of each.
 
     Where one file was written for all, the rates of the other stages are those of their param groups.
@@ -173,11 +159,11 @@ def scheduler_of(listing: NanotronListing, groups: Sequence[Sequence[SavedGroup]
     return found
 
 
-def of_another_step(schedulers: Sequence[SavedScheduler], groups: Sequence[Sequence[SavedGroup]]) -> Iterator[Fault]:
+def of_another_step(schedulers: Sequence[SavedScheduler], groups: Sequence[Sequence[GroupFacts]]) -> Iterator[Fault]:
     """A scheduler whose last rates are not those that it had put into the param groups when both were saved."""
     for saved, of_stage in zip(schedulers, groups, strict=False):
-        for number, group in enumerate(of_stage):
-            last, rate = saved.of_group(number)[LAST], group.hyperparameters.get("lr")
+        for number, (row, group) in enumerate(zip(saved.groups, of_stage, strict=True)):
+            last, rate = row[LAST], (group.hyperparameters or {}).get("lr")
             if isinstance(rate, int | float) and last != rate:
                 names = ", ".join(group.members[:3]) or f"param group {number}"
                 what = f"is of another step than the optimizer's files: the last learning rate of {names} is another"
@@ -185,16 +171,10 @@ def of_another_step(schedulers: Sequence[SavedScheduler], groups: Sequence[Seque
                 break
 
 
-def _expanded(one: SavedScheduler, groups: Sequence[SavedGroup]) -> SavedScheduler:
-    rates = [group.hyperparameters for group in groups]
+def _expanded(one: SavedScheduler, groups: Sequence[GroupFacts]) -> SavedScheduler:
+    rates = [group.hyperparameters or {} for group in groups]
     if any("initial_lr" not in rate for rate in rates):
         raise fail(
             one.path, "is of the first pipeline stage, and the groups of another have no initial_lr", "it", "none"
         )
-    entries = {
-        **one.entries,
-        BASE: [rate["initial_lr"] for rate in rates],
-        LAST: [rate["lr"] for rate in rates],
-        LAMBDAS: [{} for _ in rates],
-    }
-    return SavedScheduler(path=one.path, entries=entries)
+    return replace(one, groups=tuple({BASE: rate["initial_lr"], LAST: rate["lr"], LAMBDAS: {}} for rate in rates))

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from ds_reshard.containers import folders
-from ds_reshard.errors import Fault, ModelMismatch, UnsupportedLayout, raise_faults
+from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.nanotron.checkpoint import OPTIM, NanotronCheckpoint, shape_of, state_cut
-from ds_reshard.formats.nanotron.content import digest_of
+from ds_reshard.formats.nanotron.content import content_of, digest_of, unlike
 from ds_reshard.formats.nanotron.metadata import ACCUMULATING, PLAIN, ZERO, resized, rewritten
 from ds_reshard.formats.nanotron.names import (
     CONFIG,
@@ -28,10 +28,10 @@ from ds_reshard.formats.nanotron.names import (
     state_name,
     weight_name,
 )
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, SavedGroup
+from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.formats.nanotron.parameters import DATA, Parameter, SlicesPair, place, split_of, tiles_of
 from ds_reshard.model.content import Schedule
-from ds_reshard.model.facts import Scalar, ScalarTensor
+from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType, new_tensor
 from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
@@ -47,7 +47,7 @@ Origin = tuple[int, int]
 class Stage:
     """What one pipeline rank of the target trains, in the order of its module."""
 
-    groups: tuple[tuple[Origin, SavedGroup], ...]
+    groups: tuple[tuple[Origin, GroupFacts], ...]
 
     @property
     def names(self) -> list[str]:
@@ -92,11 +92,10 @@ def _lacking(source: NanotronCheckpoint) -> Iterator[Fault]:
     if not source.stages:
         yield _unsupported(source.folder, "holds no optimizer", "none", "load its weights with nanotron as they are")
     for stage in source.stages:
-        stateless = sum(group.stateless for group in stage.groups)
-        if stateless:
+        if stage.stateless:
             what = "has parameters in its param groups that have no state, and so no name: they were frozen"
             mend = "save it with zero_stage 1, which leaves frozen parameters out of the groups"
-            yield _unsupported(stage.path, what, f"{stateless} of them", mend)
+            yield _unsupported(stage.path, what, f"{stage.stateless} of them", mend)
 
 
 def _unlike(source: NanotronCheckpoint, like: NanotronCheckpoint, topology: Topology) -> Iterator[Fault]:
@@ -104,35 +103,18 @@ def _unlike(source: NanotronCheckpoint, like: NanotronCheckpoint, topology: Topo
     if (like.topology.pp, like.topology.tp) != (topology.pp, topology.tp):
         found = f"pp {like.topology.pp}, tp {like.topology.tp}"
         yield _unsupported(like.folder, "is of another topology than asked for", found, "leave out --pp and --tp")
-    trained = [{name for stage in side.stages for name in stage.states} for side in (source, like)]
-    for name in sorted(trained[0] ^ trained[1] | (set(source.parameters) ^ set(like.parameters))):
-        yield _model(name, "is trained, or held, by one of the two checkpoints alone", like)
+    yield from unlike(content_of(source), like, as_it_is=True)
     for name in sorted(set(source.parameters) & set(like.parameters)):
-        one, other = source.parameters[name], like.parameters[name]
-        if one.shape != other.shape or one.sharded != other.sharded:
-            yield _model(name, f"is of shape {list(one.shape)} here and {list(other.shape)} there", like)
-        if one.dtype is not other.dtype:
-            yield _model(name, f"is {one.dtype.label} here and {other.dtype.label} there", like)
-    for name in sorted(trained[0] & trained[1]):
-        here, there = kinds_of(source, name), kinds_of(like, name)
-        if here != there:
-            yield _model(name, f"has the states {_said(here)} here and {_said(there)} there", like)
-
-
-def _said(kinds: Mapping[str, ElementType]) -> str:
-    return ", ".join(f"{kind} {dtype.label}" for kind, dtype in sorted(kinds.items()))
-
-
-def _model(name: str, what: str, like: NanotronCheckpoint) -> Fault:
-    mend = "name a checkpoint of the same model, trained in the same types, with or without fp32 masters as here"
-    return ModelMismatch.fault(name, what, found=f"--like {like.folder}", mend=mend)
+        if source.parameters[name].sharded != like.parameters[name].sharded:
+            what = "is cut over tensor-parallel ranks in the source or in --like alone"
+            yield _unsupported(name, what, f"--like {like.folder}", _LIKE)
 
 
 def _unsupported(where: str, what: str, found: str, mend: str) -> Fault:
     return UnsupportedLayout.fault(where, what, found=found, mend=mend)
 
 
-def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, SavedGroup]]:
+def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, GroupFacts]]:
     for pp, stage in enumerate(source.stages):
         for number, group in enumerate(stage.groups):
             yield (pp, number), group
@@ -171,7 +153,7 @@ def _like_stages(source: NanotronCheckpoint, like: NanotronCheckpoint) -> tuple[
             if len(found) != 1:
                 return None
             origin, saved = next(iter(found.values()))
-            groups.append((origin, SavedGroup(members=group.members, hyperparameters=saved.hyperparameters)))
+            groups.append((origin, GroupFacts(members=group.members, hyperparameters=saved.hyperparameters)))
         stages.append(Stage(groups=tuple(groups)))
     return tuple(stages)
 
@@ -362,7 +344,7 @@ class _Writing:
                 for kind, dtype in kinds_of(self.source, name).items():
                     holder, key = (masters, name) if kind == MASTER else (state[number], kind)
                     holder[key] = new_tensor(f"{kind}/{name}", shape, dtype)
-            groups.append({**group.hyperparameters, "params": members})
+            groups.append({**(group.hyperparameters or {}), "params": members})
         made: dict[str, object] = {"state": state, "param_groups": groups, "names": names}
         return {**made, "gradient_accumulator": masters} if self._has_masters else made
 
@@ -375,9 +357,7 @@ class _Writing:
 
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
-        kept = tuple(
-            self.source.schedulers[stage].of_group(number) for (stage, number), _ in self.stages[rank.pp].groups
-        )
+        kept = tuple(self.source.schedulers[stage].groups[number] for (stage, number), _ in self.stages[rank.pp].groups)
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
         name = state_name("lr_scheduler", replace(self.topology, dp=None), rank)
         return TargetFile(name=name, tree=schedule.entries)

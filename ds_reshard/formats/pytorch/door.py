@@ -1,21 +1,30 @@
-"""Plain PyTorch as the door knows it: what it opens, and what it writes of any content."""
+"""Plain PyTorch as the door knows it: what it opens, and what it writes of any content.
+
+Weights are in safetensors in Hugging Face's layout, or in a torch file of each kind of tensor.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
-from ds_reshard.containers.safetensors import unwritable
+from ds_reshard.containers.safetensors import shard_index, shards, unwritable
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.pytorch.checkpoint import OPTIMIZERS, SCHEDULERS, list_pytorch, open_pytorch
-from ds_reshard.formats.pytorch.weights import placed, safetensors, write_safetensors, write_torch
 from ds_reshard.model.checkpoint import Checkpoint, Format, SavedCheckpoint
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, TensorSource
 from ds_reshard.model.facts import ScalarTensor
-from ds_reshard.model.layout import Layout, TensorKey
-from ds_reshard.model.records import new_tensor
+from ds_reshard.model.layout import Layout, TensorKey, chunked_placement
+from ds_reshard.model.records import ElementType, new_tensor
+from ds_reshard.model.region import Box
 from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
 
 TO = "pytorch"
+_SIXTEEN = (ElementType.FLOAT16, ElementType.BFLOAT16)
+_FLOATS = (ElementType.FLOAT64, ElementType.FLOAT32, *_SIXTEEN)
+Tensors = Mapping[TensorKey, TensorSource]
 
 
 def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
@@ -29,15 +38,84 @@ def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, 
     for name, held in content.weights.items():
         weights[TensorKey(name=name, kind=WEIGHT)] = content.trained.get(name, {}).get(MASTER, held)
     states = {key: held for key, held in content.tensors.items() if key.kind not in (MASTER, WEIGHT)}
-    files, beside = safetensors(weights), tuple(_beside(content))
-    units = [*files.units, *([Unit(family=TO, shard=0, files=beside)] if beside else ())]
-    return Target(
-        layout=Layout({**files.placements, **placed(states, TO)}, {unit.family: 1 for unit in units}),
-        sources={key: held.origin for key, held in {**weights, **states}.items()},
-        units=units,
-        pointers=files.index,
-        notes=(*_left_out(content), *content.notes),
-    )
+    tensors, units, index = _safetensors(weights)
+    if beside := tuple(_beside(content)):
+        units.append(Unit(family=TO, shard=0, files=beside))
+    return _target({**tensors, TO: states}, units, index, (*_left_out(content), *_ties(content), *content.notes))
+
+
+def _write_safetensors(
+    content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]
+) -> Target:
+    """Each weight in `asked.dtype`, from its fp32 master if there is one; else in the type that was trained in.
+
+    Buffers keep their type. Tied weights are there once, under their first name, as safetensors has it.
+    """
+    weights = _weights(content, asked, [*faults, *unwritable(content.weights)])
+    return _target(*_safetensors(weights), (*_ties(content), *content.notes))
+
+
+def _write_torch(
+    content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]
+) -> Target:
+    """`weight.pt`, a state dict of the module, and a file for each of `fp32`, `exp_avg` and every other state."""
+    kinds: dict[str, dict[TensorKey, TensorSource]] = {WEIGHT: _weights(content, asked, faults)}
+    for key, held in content.tensors.items():
+        if key.kind != WEIGHT:
+            kinds.setdefault(key.kind, {})[key] = held
+    units = []
+    for kind, tensors in kinds.items():
+        tree = {key.name: new_tensor(str(key), held.shape, held.dtype) for key, held in tensors.items()}
+        tree |= {name: tree[first] for name, first in content.tied.items() if kind == WEIGHT}
+        file = TargetFile(name=f"{kind}.pt", tree=partial(OrderedDict, tree))
+        units.append(Unit(family=kind, shard=0, files=(file,)))
+    return _target(kinds, units, {}, content.notes)
+
+
+def _target(
+    tensors: Mapping[str, Tensors], units: Sequence[Unit], pointers: Mapping[str, str], notes: tuple[str, ...]
+) -> Target:
+    """Whole tensors, by the families of their files, in buffers of their own."""
+    placements = {
+        key: chunked_placement(key, held.shape, held.dtype, [Box.whole(held.shape)], family=family, buffer=str(key))
+        for family, of_family in tensors.items()
+        for key, held in of_family.items()
+    }
+    sources = {key: held.origin for of_family in tensors.values() for key, held in of_family.items()}
+    layout = Layout(placements, {unit.family: 1 for unit in units})
+    return Target(layout=layout, sources=sources, units=units, pointers=pointers, notes=notes)
+
+
+def _safetensors(weights: Tensors) -> tuple[dict[str, Tensors], list[Unit], Mapping[str, str]]:
+    """`model.safetensors`, or `model-0000i-of-0000N.safetensors` of at most 5 GB with their index: each a unit."""
+    nbytes = {key: Box.whole(held.shape).numel * held.dtype.itemsize for key, held in weights.items()}
+    files = shards(nbytes)
+    tensors, units = {name: {key: weights[key] for key in keys} for name, keys in files.items()}, list[Unit]()
+    for name, part in tensors.items():
+        tree = {key.name: new_tensor(str(key), held.shape, held.dtype) for key, held in part.items()}
+        file = TargetFile(name=name, tree=partial(dict, tree), container="safetensors", metadata={"format": "pt"})
+        units.append(Unit(family=name, shard=0, files=(file,)))
+    return dict(tensors), units, shard_index(files, nbytes)
+
+
+def _weights(content: Content, asked: ConversionRequest, faults: Sequence[Fault]) -> dict[TensorKey, TensorSource]:
+    """Every tensor of the module under its first name, as it is to be written."""
+    dtype = ElementType.named(asked.dtype) if asked.dtype is not None else None
+    held = content.weights.values()
+    lacking = not any(key.kind == MASTER for key in content.tensors)
+    if dtype is ElementType.FLOAT32 and lacking and any(one.dtype in _SIXTEEN for one in held):
+        what, why = "has 16-bit weights, and no fp32 masters to cast from", [fault.what for fault in content.faults]
+        mend = "leave out --dtype: the weights as they were trained"
+        said = ("masters that are named, and of the weights' step", "; ".join(why) or "none")
+        faults = [*faults, UnsupportedLayout.fault(content.folder, what, *said, mend=mend)]
+    raise_faults(faults, subject=f"converting {content.folder} to {asked.to}")
+    found: dict[TensorKey, TensorSource] = {}
+    for name, one in content.weights.items():
+        if dtype not in (None, one.dtype) and one.dtype in _FLOATS and name not in content.buffers:
+            master = content.trained.get(name, {}).get(MASTER, one)
+            one = replace(one, dtype=dtype, origin=master.origin)
+        found[TensorKey(name, WEIGHT)] = one
+    return found
 
 
 def _unheld(content: Content) -> Iterator[Fault]:
@@ -91,6 +169,9 @@ def _left_out(content: Content) -> Iterator[str]:
     if content.extra_entries or content.extra_tensors:
         names = ", ".join([*content.extra_entries, *content.extra_tensors])
         yield f"left out, as there is no file for them: {names}"
+
+
+def _ties(content: Content) -> Iterator[str]:
     for name, first in content.tied.items():
         yield f"{name} is tied to {first}, and is there under that name alone"
 
@@ -100,5 +181,5 @@ PYTORCH = Format(
     list=list_pytorch,
     open=lambda listing: SavedCheckpoint(open_pytorch(listing.folder), listing.nbytes),
     open_weights=lambda listing: SavedCheckpoint(open_pytorch(listing.folder, optimizer=False), listing.nbytes),
-    writes={TO: _write, "safetensors": write_safetensors, "torch": write_torch},
+    writes={TO: _write, "safetensors": _write_safetensors, "torch": _write_torch},
 )

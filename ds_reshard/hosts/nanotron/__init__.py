@@ -38,13 +38,13 @@ HOOKS = HostHooks(
         ),
         Patch(
             target=f"{_SERIALIZE}.main:parse_ckpt_path",
-            wrapper=Seam(f"{__name__}.foreign:parse_ckpt_path"),
+            wrapper=Seam(f"{__name__}.source:parse_ckpt_path"),
             signature=("config", "parallel_context"),
             summary="finds a checkpoint of another format, where nanotron would begin anew",
         ),
         Patch(
             target=f"{_SERIALIZE}.weights:load_weights",
-            wrapper=Seam(f"{__name__}.foreign:load_weights"),
+            wrapper=Seam(f"{__name__}.source:load_weights"),
             signature=("model", "parallel_context", "root_folder"),
             summary="weights of a folder of another format",
         ),

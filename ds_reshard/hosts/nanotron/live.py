@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from ds_reshard.errors import Fault, UnsupportedLayout
 from ds_reshard.formats.nanotron.names import Rank, Topology
 from ds_reshard.formats.nanotron.parameters import SlicesPair, tiles_of
+from ds_reshard.hosts.nanotron.load import Group, remember
 from ds_reshard.model.region import Box, Part, Region, Shape, regions_of
 
 if TYPE_CHECKING:
@@ -45,10 +46,11 @@ class Optimizer(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedPart:
-    """Elements [start, stop) of this rank's tensor-parallel shard of a parameter: what its optimizer trains of it.
+class LivePart:
+    """Elements [start, stop) of this rank's tensor-parallel shard of a parameter: a weight, or what is trained of it.
 
-    `number` counts the optimizer's parameters on this rank, `tensor` is the one that it steps.
+    `number` counts the model's parameters on this rank, or the optimizer's; `tensor` is the one that is filled or
+    stepped.
     """
 
     name: str
@@ -66,7 +68,8 @@ class TrainedPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Live:
-    """An optimizer on this rank; `groups` has the names of each param group, also of members of which it has no part.
+    """An optimizer on this rank; `groups` has the names of each param group, also of members of which it has no part,
+    and `run` the values that this run gave it.
 
     `replica` is the same for ranks that hold different parts of one copy of the states.
     """
@@ -75,11 +78,11 @@ class Live:
     topology: Topology
     rank: Rank
     dp: int
-    cp: int
     replica: int
     world: ProcessGroup
-    held: Mapping[str, TrainedPart]
+    held: Mapping[str, LivePart]
     groups: tuple[tuple[str, ...], ...]
+    run: tuple[Group, ...]
     accumulator: object | None
 
     @property
@@ -135,11 +138,11 @@ def live_of(optimizer: Optimizer, context: ParallelContext) -> Live:
         topology=topology,
         rank=rank,
         dp=context.dp_pg.size(),
-        cp=context.cp_pg.size(),
         world=context.world_pg,
         replica=dist.get_rank(context.cp_pg if zero else context.dp_cp_pg),
         held=dict(_held(optimizer, whole)),
         groups=groups,
+        run=remember(optimizer).run,
         accumulator=_accumulator(optimizer),
     )
 
@@ -177,7 +180,7 @@ def _parameters(optimizer: Optimizer) -> tuple[dict[str, Tensor], tuple[tuple[st
     return found, tuple(tuple(names[id(param)] for param in group["params"]) for group in groups)
 
 
-def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, TrainedPart]]:
+def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[str, LivePart]]:
     import torch.distributed as dist
 
     zero = next((one for one in _wrappers(optimizer) if hasattr(one, "param_name_to_dp_rank_offsets")), None)
@@ -190,7 +193,7 @@ def _held(optimizer: Optimizer, whole: Mapping[str, Tensor]) -> Iterator[tuple[s
         shape, tiles = tiles_of_parameter(name, whole[name])
         yield (
             name,
-            TrainedPart(name=name, number=number, shape=shape, tiles=tiles, start=start, stop=stop, tensor=tensor),
+            LivePart(name=name, number=number, shape=shape, tiles=tiles, start=start, stop=stop, tensor=tensor),
         )
 
 

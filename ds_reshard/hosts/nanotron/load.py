@@ -27,6 +27,8 @@ from ds_reshard.resume.report import ResumeReport, Row, publish_or_log, say_appl
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+    from ds_reshard.hosts.nanotron.source import Source
+
 logger = logging.getLogger("ds_reshard")
 Group = dict[str, object]
 BATCH = "global_batch_size"
@@ -45,7 +47,7 @@ def same_policy(policy: ResumePolicy, world: ProcessGroup, *, subject: str) -> N
 class Load:
     """One start of nanotron's trainer, or one call in a loop of the user's own, where `trainer` is None.
 
-    `foreign` is the checkpoint of another format that it loads.
+    `source` is the checkpoint that it loads, once a seam has looked for it.
     """
 
     policy: ResumePolicy
@@ -53,7 +55,7 @@ class Load:
     where: str = "checkpoint"
     rows: list[Row] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    foreign: object | None = None
+    source: Source | None = None
 
     def row(self, name: str, used: object, why: str, *, saved: object = None, run: object = None) -> None:
         """Note a value for the report: the checkpoint's, this run's, the one used, and why."""
@@ -116,13 +118,6 @@ def recall(base: object) -> Memory | None:
     """The memory of a torch optimizer, None where no seam has met it."""
     found = getattr(base, _MEMORY, None)
     return found if isinstance(found, Memory) else None
-
-
-def run_of(base: object) -> tuple[Group, ...]:
-    """The values that this run gave each param group of a torch optimizer that `remember` has met."""
-    memory = recall(base)
-    assert memory is not None, "load_optimizer has remembered it"
-    return memory.run
 
 
 def values_of(groups: Sequence[Mapping[str, object]]) -> Iterator[Group]:

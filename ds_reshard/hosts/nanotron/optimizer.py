@@ -6,34 +6,20 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
-from ds_reshard.containers.digests import digest
-from ds_reshard.errors import (
-    CheckpointDamaged,
-    Fault,
-    ModelMismatch,
-    ParamGroupMismatch,
-    ScheduleMismatch,
-    error_of,
-    raise_faults,
-)
+from ds_reshard.errors import Fault, ModelMismatch, ParamGroupMismatch, ScheduleMismatch, raise_faults
 from ds_reshard.execution.buffers import element_type, read_tensor, tensor_from_bytes, torch_dtype
 from ds_reshard.execution.states import has_moments
 from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import Hyperparameters
-from ds_reshard.formats.nanotron.door import OpenedNanotron
-from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
-from ds_reshard.formats.nanotron.names import CONFIG, META, NanotronListing, read_listing
-from ds_reshard.formats.nanotron.optimizer_file import MASTER, SavedGroup
+from ds_reshard.formats.nanotron.metadata import Batch
+from ds_reshard.formats.nanotron.names import CONFIG
+from ds_reshard.formats.nanotron.optimizer_file import MASTER
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, states_of
-from ds_reshard.hosts.nanotron.live import Live, Optimizer, ParallelContext, TrainedPart, experts_of, live_of
+from ds_reshard.hosts.nanotron.live import Live, LivePart, Optimizer, ParallelContext, experts_of, live_of
 from ds_reshard.hosts.nanotron.load import (
     BATCH,
     Group,
@@ -44,19 +30,17 @@ from ds_reshard.hosts.nanotron.load import (
     other_batch,
     refuse_contradiction,
     remember,
-    run_of,
     same_policy,
     values_of,
 )
-from ds_reshard.model.checkpoint import Shards
+from ds_reshard.hosts.nanotron.source import Source, folder_of, source_of, states_of
 from ds_reshard.model.content import TensorSource
-from ds_reshard.model.facts import OptimizerFacts, ScalarTensor, torch_step
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.facts import GroupFacts, ScalarTensor, torch_step
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.matching import TRAINED, match_tensors
-from ds_reshard.operations.ranks import agree, agree_files, attempt, gather, run_on_all, same_files
+from ds_reshard.operations.ranks import agree, attempt, gather, run_on_all, same_files
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy, hyperparameter_faults
@@ -75,41 +59,6 @@ _OF_GROUP = ("weight_decay", "betas", "eps", "momentum")
 _ALWAYS_THIS_RUNS = ("clip_grad", BATCH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """What a checkpoint of any format holds of an optimizer, and where.
-
-    `states` has of each trained parameter the tensors by kind.
-    """
-
-    folder: str
-    shapes: Mapping[str, Shape]
-    states: Mapping[str, Mapping[str, TensorSource]]
-    facts: OptimizerFacts
-    shards: Shards
-    own: NanotronCheckpoint | None = None
-    foreign: Foreign | None = None
-
-    def of_groups(
-        self, groups: Sequence[tuple[str, ...]], runs: Sequence[Group]
-    ) -> tuple[list[Group], list[Fault], list[str]]:
-        """The saved values of the param groups with these members; those of the run where none was saved.
-
-        With them, of another framework's, what keeps them from being trained so, and what there is to tell.
-        """
-        known = any("initial_lr" in (group.hyperparameters or {}) for group in self.facts.groups)
-        own = [{**run, "initial_lr": run.get("initial_lr", run["lr"])} if known else run for run in runs]
-        pairs = list(zip(groups, own if self.foreign is not None else runs, strict=True))
-        if self.foreign is None:
-            return [dict((saved_group(self, names) or [run])[0]) for names, run in pairs], [], []
-        asked = Hyperparameters(self.foreign.content, mend="the same param groups and AdamW, or --no-load-optim")
-        made = [
-            asked.group(self.folder, SavedGroup(members=names, hyperparameters=run)).hyperparameters
-            for names, run in pairs
-        ]
-        return [dict(values) for values in made], asked.faults, asked.left_out
-
-
 def load_optimizer(call: Call) -> None:
     """Load as the policy in force says; collective, and nothing has changed on any rank where it raises for a fault.
 
@@ -122,46 +71,40 @@ def load_optimizer(call: Call) -> None:
     load.where, policy = folder, load.policy
     optimizer = cast(Optimizer, call["optimizer"])
     memory = remember(optimizer)
-    foreign = foreign_of(load, folder, context.world_pg)
+    source = source_of(load, folder, context.world_pg)
 
-    def look() -> tuple[Live, NanotronListing, Metadata | None]:
+    def look() -> Live:
         known = {*_ALWAYS_THIS_RUNS, *(name for group in memory.run for name in group)}
         faults = hyperparameter_faults(policy, known, of_schedule=("lr", "initial_lr"))
         raise_faults(faults, subject="resume policy")
-        listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
-        return live_of(optimizer, context), listing, read_metadata(listing)[0] if foreign is None else None
+        return live_of(optimizer, context)
 
-    live, listing, metadata = run_on_all(look, context.world_pg, subject=f"loading {folder}")
-    if foreign is None:
-        agree_files({os.path.join(folder, META): digest(metadata)}, live.world, subject=f"loading {folder}")
-    size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
-    found = other_batch(load, live.dp, size)
+    live = run_on_all(look, context.world_pg, subject=f"loading {folder}")
+    found = other_batch(load, live.dp, source.batch)
     saved: list[Group] | None = None
     states: States | None = None
     if policy.loads_masters:
         found += experts_of(live.topology.exp)
-        masters = live.accumulator is not None
-        opened = partial(_open, listing) if foreign is None else partial(_of_foreign, foreign, masters=masters)
-        saved, states = _reshard(load, live, opened, found, call.arguments.get("map_location"))
+        saved, states = _reshard(load, live, source, found, call.arguments.get("map_location"))
         memory.decayed = True
     else:
         agree(found, live.world, subject=f"loading {folder}")
     if not policy.loads_moments:
         _begin_anew(live, masters=not policy.loads_masters)
     _settle(live, memory, policy)
-    report_optimizer(load, live, listing, metadata, saved, foreign, states)
+    report_optimizer(load, live, source, saved, states)
 
 
 def _reshard(
-    load: Load, live: Live, opened: Callable[[], Saved], found: Sequence[Fault], map_location: object
+    load: Load, live: Live, source: Source, found: Sequence[Fault], map_location: object
 ) -> tuple[list[Group], States]:
     """Load from any layout; returns the saved values of each param group, and what was read; `found` is raised, too."""
     policy = load.policy
-    states = prepare(live, opened, policy, found, subject=f"loading {load.where}")
-    subject = f"loading {states.checkpoint.folder}"
+    states = prepare(live, source, policy, found, subject=f"loading {load.where}")
+    subject = f"loading {source.folder}"
     tensors = {_buffer(*at): tensor for at, tensor in states.tensors.items()}
     fill(states.plan, tensors, live.world, replica=live.replica, subject=subject)
-    values, _, notes = states.checkpoint.of_groups(live.groups, list(values_of(live.base.param_groups)))
+    values, _, notes = values_of_groups(source, live.groups, list(values_of(live.base.param_groups)))
     saved: list[Group] = [
         {key: read_tensor(one) if isinstance(one, TensorRecord) else one for key, one in group.items()}
         for group in values
@@ -169,7 +112,7 @@ def _reshard(
     load.warnings += notes
 
     def put() -> None:
-        made = state_dict(live, states, saved)
+        made = state_dict(live, source, states, saved)
         if policy.loads_moments:
             if live.held:  # of no part of any parameter, nanotron takes no state: "Loading empty state dict"
                 live.optimizer.load_state_dict(made, map_location=map_location)
@@ -204,32 +147,51 @@ def state_dict_to_device(call: Call) -> object:
     return call() if call["state_dict"]["state"] else None
 
 
-def findings(live: Live, checkpoint: Saved, policy: ResumePolicy) -> Iterator[Fault]:
+def values_of_groups(
+    source: Source, groups: Sequence[tuple[str, ...]], runs: Sequence[Group]
+) -> tuple[list[Group], list[Fault], list[str]]:
+    """The saved values of the param groups with these members; those of the run where none was saved.
+
+    With them, of another framework's, what keeps them from being trained so, and what there is to tell.
+    """
+    if not source.foreign:
+        pairs = zip(groups, runs, strict=True)
+        return [dict((saved_groups(source, names) or [run])[0]) for names, run in pairs], [], []
+    known = any("initial_lr" in (group.hyperparameters or {}) for group in source.groups)
+    asked = Hyperparameters(source.content, mend="the same param groups and AdamW, or --no-load-optim")
+    likes = [{**run, "initial_lr": run.get("initial_lr", run["lr"])} if known else run for run in runs]
+    made = [
+        asked.group(source.folder, GroupFacts(members=names, hyperparameters=like))
+        for names, like in zip(groups, likes, strict=True)
+    ]
+    return [dict(group.hyperparameters or {}) for group in made], asked.faults, asked.left_out
+
+
+def findings(live: Live, source: Source, states: SavedStates, policy: ResumePolicy) -> Iterator[Fault]:
     """What does not fit of what this rank trains: kinds of states, element types, masters, groups."""
-    states = checkpoint.states
     for name, held in live.held.items():
         if name not in states:
             continue
         yield from unlike(live, held, {kind: one.dtype for kind, one in states[name].items()}, policy)
-        if checkpoint.foreign is not None and policy.loads_moments:
-            yield from _lacks(checkpoint, name)
-    if checkpoint.own is not None:
-        yield from other_cuts(live, checkpoint.own)
+        if source.foreign and policy.loads_moments:
+            yield from _lacks(source, name, states[name])
+    if source.own is not None:
+        yield from other_cuts(live, source.own)
     elif policy.loads_moments:
-        yield from checkpoint.of_groups(live.groups, run_of(live.base))[1]
-    for names, run in zip(live.groups, run_of(live.base), strict=True):
-        yield from _group(checkpoint, names, run, policy)
+        yield from values_of_groups(source, live.groups, live.run)[1]
+    for names, run in zip(live.groups, live.run, strict=True):
+        yield from _group(source, names, run, policy)
 
 
-def _lacks(checkpoint: Saved, name: str) -> Iterator[Fault]:
+def _lacks(source: Source, name: str, kinds: Collection[str]) -> Iterator[Fault]:
     """States that nanotron's AdamW keeps of each parameter, and another framework has not saved, or others."""
-    found = {*checkpoint.states[name], *checkpoint.facts.scalars.get(name, {})} - {MASTER}
+    found = {*kinds, *source.scalars.get(name, {})} - {MASTER}
     for kind in sorted(found ^ {"exp_avg", "exp_avg_sq", "step"}):
         what = "is not there" if kind not in found else "has no place in nanotron's AdamW"
         yield _mismatch(f"{kind} of {name}", what, "exp_avg, exp_avg_sq, step", ", ".join(sorted(found)) or "none")
 
 
-def unlike(live: Live, held: TrainedPart, kinds: Mapping[str, ElementType], policy: ResumePolicy) -> Iterator[Fault]:
+def unlike(live: Live, held: LivePart, kinds: Mapping[str, ElementType], policy: ResumePolicy) -> Iterator[Fault]:
     """What does not fit of the saved states of one parameter."""
     if (MASTER in kinds) != (live.accumulator is not None):
         with_masters = "with fp32 masters (accumulate_grad_in_fp32: true)"
@@ -272,18 +234,18 @@ def other_cuts(live: Live, checkpoint: NanotronCheckpoint) -> Iterator[Fault]:
             yield _mismatch(name, "is cut over the tensor-parallel ranks in other chunks", *said)
 
 
-def saved_group(checkpoint: Saved, names: Sequence[str]) -> list[Mapping[str, object]]:
+def saved_groups(source: Source, names: Sequence[str]) -> list[Mapping[str, object]]:
     """The values of the saved param groups that these parameters were in, each once."""
-    found: list[Mapping[str, object]] = []
-    for group in checkpoint.facts.groups:
+    found, wanted = list[Mapping[str, object]](), set(names)
+    for group in source.groups:
         values = group.hyperparameters
-        if values is not None and set(names) & set(group.members) and values not in found:
+        if values is not None and not wanted.isdisjoint(group.members) and values not in found:
             found.append(values)
     return found
 
 
-def _group(checkpoint: Saved, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
-    saved = saved_group(checkpoint, names)
+def _group(source: Source, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
+    saved = saved_groups(source, names)
     if len(saved) > 1:
         differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})
         what = f"are in one param group, and were in several that differ in {', '.join(differ)}"
@@ -312,47 +274,45 @@ def _mismatch(where: str, what: str, expected: str, found: str) -> Fault:
     return ModelMismatch.fault(where, what, expected, found, mend=_FACTORY)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class States:
+SavedStates = Mapping[str, Mapping[str, TensorSource]]
+
+
+class States(NamedTuple):
     """Tensors of this rank by (name, kind), which are there to be filled, and the copies that fill them."""
 
-    checkpoint: Saved
     tensors: Mapping[tuple[str, str], Tensor]
     plan: Plan
 
 
-def prepare(
-    live: Live, opened: Callable[[], Saved], policy: ResumePolicy, before: Sequence[Fault], *, subject: str
-) -> States:
+def prepare(live: Live, source: Source, policy: ResumePolicy, before: Sequence[Fault], *, subject: str) -> States:
     """Open what this rank needs and compare it with the optimizer. Collective: every finding of every rank at once.
 
     `before` are findings that this rank had already.
     """
     with same_files(live.world, subject=subject):
-        checkpoint, faults, cause = attempt(opened)
+        states, faults, cause = attempt(lambda: states_of(source, masters=live.accumulator is not None))
         agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
-    assert checkpoint is not None
-    found, faults, cause = attempt(lambda: list(findings(live, checkpoint, policy)))
+    assert states is not None
+    found, faults, cause = attempt(lambda: list(findings(live, source, states, policy)))
     first = live.replica == live.rank.tp == live.rank.dp == 0  # which has a part of every parameter of its stage
     mine: dict[str, Shape] = {name: held.shape for name, held in live.held.items()} if first else {}
     shapes = {name: shape for of_rank in gather(mine, live.world) for name, shape in of_rank.items()}
-    saved = {name: checkpoint.shapes[name] for name in checkpoint.states}
+    saved = {name: next(iter(kinds.values())).shape for name, kinds in states.items()}
     found = [*before, *(found or []), *match_tensors(shapes, saved, words=TRAINED, mend=_FACTORY)]
     agree([*faults, *found], live.world, subject=subject, cause=cause)
-    return run_on_all(lambda: _plan(live, checkpoint, policy), live.world, subject=subject)
+    return run_on_all(lambda: _plan(live, source, states, policy), live.world, subject=subject)
 
 
-def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, object]:
+def state_dict(live: Live, source: Source, states: States, saved: Sequence[Group]) -> dict[str, object]:
     """What nanotron's `load_state_dict` takes: as `torch.load` gives it of the file that this rank would have saved.
 
     `saved` are the values of each param group.
     """
-    facts = states.checkpoint.facts
     state: dict[int, dict[str, object]] = {one.number: {} for one in live.held.values()}
     masters: dict[str, Tensor] = {}
     for one in live.held.values():
-        for kind, kept in facts.scalars.get(one.name, {}).items():
-            value = torch_step(kept) if states.checkpoint.foreign is not None else kept
+        for kind, kept in source.scalars.get(one.name, {}).items():
+            value = torch_step(kept) if source.foreign else kept
             scalar = isinstance(value, ScalarTensor)
             state[one.number][kind] = tensor_from_bytes(value.data, value.dtype, value.shape) if scalar else value  # type: ignore[union-attr]
     for (name, kind), tensor in states.tensors.items():
@@ -370,71 +330,24 @@ def state_dict(live: Live, states: States, saved: Sequence[Group]) -> dict[str, 
     return {**made, "gradient_accumulator": masters} if live.accumulator is not None else made
 
 
-def _open(listing: NanotronListing) -> Saved:
-    source = OpenedNanotron(listing)
-    checkpoint = source.checkpoint
-    if checkpoint.facts is None:
-        where, mend = f"{listing.folder}/optimizer", "--no-load-optim, or load another step"
-        raise error_of([_no_states(where, "the file of each rank", mend)], subject=listing.folder)
-    shapes = {name: parameter.shape for name, parameter in checkpoint.parameters.items()}
-    states = {
-        name: {
-            kind: TensorSource(shape=shapes[name], dtype=one.dtype, origin=TensorKey(name=name, kind=kind))
-            for kind, one in kinds.items()
-        }
-        for stage in reversed(checkpoint.stages)
-        for name, kinds in stage.states.items()
-    }
-    return Saved(
-        folder=checkpoint.folder,
-        shapes=shapes,
-        states=states,
-        facts=checkpoint.facts,
-        shards=source.shards(),
-        own=checkpoint,
-    )
-
-
-def _of_foreign(foreign: Foreign, *, masters: bool) -> Saved:
-    content = foreign.content
-    faults = [*content.faults]
-    if content.facts is None or not content.facts.groups:
-        mend = "--no-load-optim, to begin the optimizer anew from the weights"
-        faults.append(_no_states(foreign.folder, "param groups and states", mend))
-    raise_faults(faults, subject=f"loading {foreign.folder}")
-    assert content.facts is not None
-    states = states_of(foreign, masters=masters)
-    first = {name: next(iter(kinds.values())).shape for name, kinds in content.trained.items()}
-    return Saved(
-        folder=foreign.folder,
-        shapes=first,
-        states=states,
-        facts=content.facts,
-        shards=foreign.source.shards(),
-        foreign=foreign,
-    )
-
-
-def _no_states(where: str, expected: str, mend: str) -> Fault:
-    return CheckpointDamaged.fault(where, "holds no states of an optimizer", expected, "none", mend=mend)
-
-
-def _plan(live: Live, checkpoint: Saved, policy: ResumePolicy) -> States:
+def _plan(live: Live, source: Source, states: SavedStates, policy: ResumePolicy) -> States:
     import torch
 
-    index = checkpoint.shards.index
+    shards = source.checkpoint.shards()
     tensors: dict[tuple[str, str], Tensor] = {}
     copies: list[Copy] = []
     for name, held in live.held.items():
-        for kind, saved in checkpoint.states[name].items():
+        for kind, saved in states[name].items():
             if kind != MASTER and not policy.loads_moments:
                 continue
             tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(saved.dtype), device="cpu")
             for region, first in held.regions():
                 buffer = _buffer(name, kind)
-                copies += copies_of(index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype)
-    raise_faults(index.faults or checkpoint.shards.compare(), subject=f"loading {checkpoint.folder}")
-    return States(checkpoint=checkpoint, tensors=tensors, plan=Plan(copies=coalesce(copies)))
+                copies += copies_of(
+                    shards.index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype
+                )
+    raise_faults(shards.index.faults or shards.compare(), subject=f"loading {source.folder}")
+    return States(tensors, Plan(copies=coalesce(copies)))
 
 
 def _buffer(name: str, kind: str) -> str:
@@ -484,35 +397,27 @@ def _holds(live: Live, read: States | None, *, masters: bool) -> bool:
 
 
 def report_optimizer(
-    load: Load,
-    live: Live,
-    listing: NanotronListing,
-    metadata: Metadata | None,
-    saved: Sequence[Group] | None,
-    foreign: Foreign | None,
-    states: States | None,
+    load: Load, live: Live, source: Source, saved: Sequence[Group] | None, states: States | None
 ) -> None:
     """What became of the optimizer; published at once in a loop of the user's own."""
-    policy, then, now = load.policy, listing.topology, live.topology
+    policy, then, now = load.policy, source.listing.topology, live.topology
     for name in ("pp", "tp"):
         load.row(name, getattr(now, name), "host", saved=getattr(then, name, None), run=getattr(now, name))
-    ranks = foreign.content.ranks if foreign is not None else metadata.dp if metadata is not None else None
-    load.row("dp", live.dp, "host", saved=ranks, run=live.dp)
+    load.row("dp", live.dp, "host", saved=source.ranks, run=live.dp)
     stage = int(now.dp is not None)
     load.row("zero stage", stage, "host", saved=int(then.dp is not None) if then is not None else None, run=stage)
     batch = batch_of_run(load, live.dp)
     if batch is not None:
-        size = metadata.global_batch_size if metadata is not None else None
-        size = foreign.content.batch_size if foreign is not None else size
+        size = source.batch.size if isinstance(source.batch, Batch) else source.batch
         load.row("global batch size", batch.size, because(policy, "schedule", BATCH), saved=size, run=batch.size)
         load.warnings += batch_size_warning(size, batch.size)
         if size is None and not policy.schedule_is_this_runs and not policy.takes(BATCH):
             what = f"tells no global batch size: this run's {batch.size} is not compared with it"
-            load.warnings.append(f"{f'{CONFIG} of ' if foreign is None else ''}the checkpoint {what}")
+            load.warnings.append(f"{'' if source.foreign else f'{CONFIG} of '}the checkpoint {what}")
     why, (masters, moments) = because(policy, "optimizer"), _left(live, policy, states)
     load.row("fp32 masters", masters, why)
     load.row("moments and step", moments, why)
-    for number, (run, used) in enumerate(zip(run_of(live.base), live.base.param_groups, strict=True)):
+    for number, (run, used) in enumerate(zip(live.run, live.base.param_groups, strict=True)):
         values = saved[number] if saved is not None else {}
         for name in dict.fromkeys((*_OF_GROUP, *policy.hyperparameters)):
             if name in used:

@@ -11,9 +11,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 from ds_reshard.errors import (
     ConfigError,
@@ -26,12 +25,9 @@ from ds_reshard.errors import (
     fail,
     raise_faults,
 )
-from ds_reshard.formats.nanotron.checkpoint import open_checkpoint
-from ds_reshard.formats.nanotron.metadata import Metadata, read_metadata
-from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, read_listing, state_name
+from ds_reshard.formats.nanotron.names import CONFIG, NanotronListing, state_name
 from ds_reshard.formats.nanotron.optimizer_file import SavedScheduler, read_scheduler
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.foreign import Foreign, folder_of, foreign_of, lacks_schedule, no_schedule
 from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, is_zero, live_of, place_of
 from ds_reshard.hosts.nanotron.load import (
     Group,
@@ -44,6 +40,7 @@ from ds_reshard.hosts.nanotron.load import (
     remember,
     same_policy,
 )
+from ds_reshard.hosts.nanotron.source import Source, folder_of, lacks_schedule, no_schedule, source_of
 from ds_reshard.model.content import BASE, LAST
 from ds_reshard.operations.ranks import agree, gather, run_on_all
 from ds_reshard.resume.policy import ResumePolicy
@@ -185,25 +182,20 @@ def load_lr_scheduler(call: Call) -> None:
     load.where, policy, world = folder, load.policy, context.world_pg
     same_policy(policy, world, subject=f"loading {folder}")
 
-    foreign = foreign_of(load, folder, world)
+    source = source_of(load, folder, world)
 
     def look() -> SavedRates | None:
-        listing = read_listing(folder) if foreign is None else NanotronListing(folder=foreign.folder, nbytes={})
-        metadata = read_metadata(listing)[0] if foreign is None else None
-        size = foreign.content.batch_size if foreign is not None else metadata.batch if metadata is not None else None
-        found = [*check_is_zero(call.arguments.get("is_zero"), derived), *other_batch(load, context.dp_pg.size(), size)]
-        raise_faults(found, subject="load_lr_scheduler")
+        found = check_is_zero(call.arguments.get("is_zero"), derived)
+        raise_faults([*found, *other_batch(load, context.dp_pg.size(), source.batch)], subject="load_lr_scheduler")
         if not hasattr(scheduler, "lr_lambdas"):
             raise error_of([_no_lambdas(scheduler)], subject="load_lr_scheduler")
         if policy.schedule_is_this_runs and not policy.keeps_position:
             return None
-        if policy.schedule_is_this_runs:
-            return read_position(listing, metadata) if foreign is None else foreign_rates(foreign, policy, ())
-        groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
-        if foreign is not None:
-            return foreign_rates(foreign, policy, groups)
+        groups: Sequence[Sequence[str]] | None = None
+        if not policy.schedule_is_this_runs:
+            groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
         own = [state_name("lr_scheduler", *place_of(context, zero=zero)) for zero in (False, True)]
-        return read_rates(listing, metadata, groups, own)
+        return read_rates(source, policy, groups, own)
 
     saved = run_on_all(look, world, subject=f"loading {folder}")
     run = list(scheduler.base_lrs)
@@ -261,15 +253,15 @@ def _differences(
     pairs: list[tuple[str, object, object]] = [
         (f"group {number}: initial learning rate", then, now) for number, (then, now) in rates
     ]
-    if memory is not None and memory.schedule is not None and saved.has_config:
+    if memory is not None and memory.schedule is not None and CONFIG in saved.source.listing.nbytes:
         (shape, steps), (own, own_steps) = saved_arguments(saved), memory.schedule
         pairs += [(name, getattr(shape, name), getattr(own, name, None)) for name in _FIELDS]
         if getattr(shape, "lr_decay_steps", None) is None:
             pairs.append(("train_steps", steps, own_steps))
     found = [pair for pair in pairs if pair[1] != pair[2]]
     last = [base * one(saved.position) for base, one in zip(run, lambdas, strict=True)]
-    if not found and last != list(saved.last):
-        found = [(f"learning rate at step {saved.position}", list(saved.last), last)]
+    if not found and last != saved.last:
+        found = [(f"learning rate at step {saved.position}", saved.last, last)]
     what = "differs from the checkpoint's"
     mend = "give the saved values, or --override-opt-param-scheduler to go on with this run's"
     return [ScheduleMismatch.fault(where, what, str(then), str(now), mend=mend) for where, then, now in found]
@@ -285,83 +277,64 @@ def _no_lambdas(scheduler: object) -> Fault:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedRates:
+class SavedRates(NamedTuple):
     """Of each param group of this run the base rate and the last one; `position` counts the steps.
 
-    Where the position alone is wanted, there are none. `has_config` says that config.yaml was saved.
+    Where the position alone is wanted, there are no rates.
     """
 
-    folder: str
+    source: Source
     position: int
-    metadata: Metadata | None = None
-    has_config: bool = False
-    iteration: int | None = None
-    bases: tuple[float, ...] = ()
-    last: tuple[float, ...] = ()
+    rates: Sequence[tuple[float, float]] = ()
 
     @property
-    def step(self) -> int | None:
-        """The iteration after which the checkpoint was saved."""
-        return self.metadata.step if self.metadata is not None else self.iteration
+    def bases(self) -> list[float]:
+        return [base for base, _ in self.rates]
 
-
-def read_position(listing: NanotronListing, metadata: Metadata | None) -> SavedRates:
-    """How many steps the saved scheduler had made, without rates. Raises CheckpointDamaged where none was saved."""
-    _refuse_missing(listing)
-    return _saved(listing, metadata, read_scheduler(listing.path(next(iter(listing.schedulers.values()))), None))
+    @property
+    def last(self) -> list[float]:
+        return [last for _, last in self.rates]
 
 
 def read_rates(
-    listing: NanotronListing, metadata: Metadata | None, groups: Sequence[Sequence[str]], own: Sequence[str]
+    source: Source, policy: ResumePolicy, groups: Sequence[Sequence[str]] | None, own: Sequence[str]
 ) -> SavedRates:
-    """The rates of this run's groups, by the names of their members.
+    """The rates of this run's groups, by the names of their members; without groups, the position alone.
 
-    Where no file tells the members, they are those of this rank's own file, whose possible names are `own`, or of any
-    where all rates are one. Raises CheckpointDamaged where no scheduler was saved or its files differ,
+    Where no file of nanotron tells the members, they are those of this rank's own file, whose possible names are `own`,
+    or of any where all rates are one. Raises CheckpointDamaged where no scheduler was saved or its files differ,
     ParamGroupMismatch where the members of a group had several rates.
     """
-    _refuse_missing(listing)
+    if source.foreign:
+        if lacks_schedule(source, policy):
+            raise error_of([no_schedule(source)], subject=f"loading {source.folder}")
+        assert source.position is not None
+        return SavedRates(source, source.position, _of_groups(source, groups or ()))
+    listing, metadata = source.listing, source.metadata
+    first = _first_file(listing)
+    if groups is None:
+        return SavedRates(source, _position(read_scheduler(listing.path(first), None)))
     cp = metadata.cp if metadata is not None else 1
     if listing.topology is None or listing.topology.exp != 1 or cp > 1 or not all(groups):
-        return _by_number(listing, metadata, len(groups), own)
-    checkpoint = open_checkpoint(listing)
-    first = checkpoint.schedulers[0]
-    for saved in checkpoint.schedulers:
-        if saved.counters != first.counters:
-            what = f"is at another position than {first.path}"
-            raise fail(saved.path, what, str(first.counters), str(saved.counters))
+        mine = next((name for name in own if name in listing.nbytes), None)
+        return _by_number(source, read_scheduler(listing.path(mine or first), None), len(groups), alone=mine is None)
+    assert source.own is not None
+    schedulers = source.own.schedulers
+    for saved in schedulers:
+        if saved.counters != schedulers[0].counters:
+            what = f"is at another position than {schedulers[0].path}"
+            raise fail(saved.path, what, str(schedulers[0].counters), str(saved.counters))
         _floats(saved, BASE)
         _floats(saved, LAST)
-    rates = checkpoint.rates
-    pairs = {name: (float(str(rates[name][BASE])), float(str(rates[name][LAST]))) for name in rates}
-    found = _of_groups(listing.folder, groups, lambda names: {pairs[name] for name in names if name in pairs})
-    return _saved(listing, metadata, first, [base for base, _ in found], [last for _, last in found])
+    return SavedRates(source, _position(schedulers[0]), _of_groups(source, groups))
 
 
-def foreign_rates(foreign: Foreign, policy: ResumePolicy, groups: Sequence[Sequence[str]]) -> SavedRates:
-    """The same of a checkpoint of another format; without groups, the position alone."""
-    if lacks_schedule(foreign, policy):
-        raise error_of([no_schedule(foreign)], subject=f"loading {foreign.folder}")
-    assert foreign.position is not None
-    found = _of_groups(foreign.folder, groups, lambda names: foreign.rates(tuple(names)))
-    return SavedRates(
-        folder=foreign.folder,
-        position=foreign.position,
-        iteration=foreign.content.steps,
-        bases=tuple(base for base, _ in found),
-        last=tuple(last for _, last in found),
-    )
-
-
-def _of_groups(
-    folder: str, groups: Sequence[Sequence[str]], rates: Callable[[Sequence[str]], set[tuple[float, float]]]
-) -> list[tuple[float, float]]:
+def _of_groups(source: Source, groups: Sequence[Sequence[str]]) -> list[tuple[float, float]]:
     """The base rate and the last one of each group; CheckpointDamaged for none, ParamGroupMismatch for several."""
     found: list[tuple[float, float]] = []
     faults: list[Fault] = []
     for names in groups:
-        held, shown = rates(names), ", ".join(names[:4])
+        held, shown = source.rates(names), ", ".join(names[:4])
         if not held:
             faults.append(damaged(shown, "has no saved learning rate", "one", "none"))
         elif len(held) > 1:
@@ -369,58 +342,47 @@ def _of_groups(
             mend = "build the param groups as the saving run did, or --override-opt-param-scheduler"
             faults.append(ParamGroupMismatch.fault(shown, what, "one", str(sorted(map(str, held))), mend=mend))
         found += held
-    raise_faults(faults, subject=f"checkpoint {folder}")
+    raise_faults(faults, subject=f"checkpoint {source.folder}")
     return found
 
 
-def _by_number(listing: NanotronListing, metadata: Metadata | None, number: int, own: Sequence[str]) -> SavedRates:
-    mine = next((name for name in own if name in listing.nbytes), None)
-    one = read_scheduler(listing.path(mine or next(iter(listing.schedulers.values()))), None)
+def _by_number(source: Source, one: SavedScheduler, number: int, *, alone: bool) -> SavedRates:
+    """The rates of one file by the order of its groups; `alone`, it is not this rank's own."""
     bases, last = _floats(one, BASE), _floats(one, LAST)
     if len(set(bases)) == 1 and len(set(last)) == 1:
         bases, last = bases[:1] * number, last[:1] * number
-    if len(bases) != number or (mine is None and len(set(bases)) > 1):
+    if len(bases) != number or (alone and len(set(bases)) > 1):
         what = "does not tell the rates of this run's param groups"
         raise fail(one.path, what, f"{number} groups of this rank", f"{len(bases)}")
-    return _saved(listing, metadata, one, bases, last)
+    return SavedRates(source, _position(one), list(zip(bases, last, strict=True)))
 
 
-def _saved(
-    listing: NanotronListing,
-    metadata: Metadata | None,
-    saved: SavedScheduler,
-    bases: Sequence[float] = (),
-    last: Sequence[float] = (),
-) -> SavedRates:
-    position = saved.entries.get("last_epoch")
+def _position(saved: SavedScheduler) -> int:
+    position = saved.counters.get("last_epoch")
     if type(position) is not int or position < 0:
         raise fail(saved.path, "does not say how many steps it has made", "last_epoch, from 0 on", repr(position)[:80])
-    return SavedRates(
-        folder=listing.folder,
-        position=position,
-        metadata=metadata,
-        has_config=CONFIG in listing.nbytes,
-        bases=tuple(bases),
-        last=tuple(last),
-    )
+    return position
 
 
-def _refuse_missing(listing: NanotronListing) -> None:
+def _first_file(listing: NanotronListing) -> str:
+    """The first of the scheduler's files. Raises what is wrong with them, CheckpointDamaged where there is none."""
     faults = [fault for fault in listing.faults if "/lr_scheduler" in fault.where]
     raise_faults(faults, subject=f"checkpoint {listing.folder}")
     if not listing.schedulers:
         raise fail(f"{listing.folder}/lr_scheduler", "holds no scheduler", "the file of each rank", "none")
+    return next(iter(listing.schedulers.values()))
 
 
 def saved_arguments(saved: SavedRates) -> tuple[object, int]:
     """The arguments and the number of steps that the saving run's scheduler was built for, from its config.yaml."""
-    texts = saved.metadata.config if saved.metadata is not None else {}
+    metadata = saved.source.metadata
+    texts = metadata.config if metadata is not None else {}
     values = {name: _value(texts[f"{_ARGUMENTS}.{name}"]) for name in _FIELDS if f"{_ARGUMENTS}.{name}" in texts}
     steps = _value(texts.get(_STEPS, ""))
     missing = [name for name in _FIELDS if name not in values]
     if missing or not isinstance(steps, int):
         fault = UnsupportedLayout.fault(
-            f"{saved.folder}/{CONFIG}",
+            f"{saved.source.folder}/{CONFIG}",
             "does not say how the schedule was shaped, which is in no other file",
             f"{_ARGUMENTS} and {_STEPS}",
             f"no {', '.join(missing) or _STEPS}",
@@ -444,10 +406,10 @@ def _value(text: str) -> object:
 
 
 def _floats(saved: SavedScheduler, key: str) -> tuple[float, ...]:
-    values = saved.entries[key]
-    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+    values = [row[key] for row in saved.groups]
+    if not all(type(value) in (int, float) for value in values):
         raise fail(saved.path, f"has a {key} that is no list of rates", "numbers", str(values)[:80])
-    return tuple(map(float, values))
+    return tuple(float(str(value)) for value in values)
 
 
 def report_schedule(load: Load, scheduler: Scheduler, saved: SavedRates | None, before: Sequence[float]) -> None:
@@ -455,9 +417,9 @@ def report_schedule(load: Load, scheduler: Scheduler, saved: SavedRates | None, 
     policy, why = load.policy, because(load.policy, "schedule")
     position = saved.position if saved is not None else None
     load.row("position", scheduler.last_epoch, because(policy, "position"), saved=position, run=0)
-    if saved is not None and policy.keeps_position and saved.step not in (None, position):
+    if saved is not None and policy.keeps_position and saved.source.step not in (None, position):
         load.warnings.append(
-            f"the scheduler was saved at step {position} and the checkpoint at iteration {saved.step}: the "
+            f"the scheduler was saved at step {position} and the checkpoint at iteration {saved.source.step}: the "
             f"learning rates go on from step {position}; nanotron alone makes one step too many at each resume"
         )
     bases = saved.bases if saved is not None and saved.bases else [None] * len(before)

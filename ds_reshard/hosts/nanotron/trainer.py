@@ -20,9 +20,9 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.foreign import folder_of, foreign_of, meta_of
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
+from ds_reshard.hosts.nanotron.source import folder_of, foreign_of, meta_of
 from ds_reshard.model.records import GlobalName, ObjectRecord
 from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.operations.watching import Watched, phase, watched
@@ -105,7 +105,7 @@ def load_meta(call: Call) -> object:
     """
     load, context = current(), cast(ParallelContext, call["parallel_context"])
     world, folder = context.world_pg, folder_of(call["root_folder"])
-    foreign, policy = foreign_of(load, folder, world, alone=True), load.policy
+    foreign, policy = foreign_of(load, folder, world), load.policy
     if foreign is None:
         meta = call()
     else:

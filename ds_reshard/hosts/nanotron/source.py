@@ -1,4 +1,4 @@
-"""A folder of another format where nanotron looks for its own: its weights here, and what else the seams ask of it.
+"""The checkpoint that is loaded, nanotron's own or of another format: what the seams ask of it, and its weights.
 
 nanotron's trainer takes a folder without `latest.txt` and `model_config.json` for none and begins anew
 (`parse_ckpt_path`, serialize/main.py, commit 2411b02). What the folder does not hold is never made up.
@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -21,16 +21,19 @@ from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, Read
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import METADATA
-from ds_reshard.formats.nanotron.names import is_nanotron
+from ds_reshard.formats.nanotron.door import OpenedNanotron
+from ds_reshard.formats.nanotron.metadata import Batch, read_metadata
+from ds_reshard.formats.nanotron.names import META, NanotronListing, is_nanotron, read_listing
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.live import ParallelContext, experts_of, tiles_of_parameter
+from ds_reshard.hosts.nanotron.live import LivePart, ParallelContext, experts_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, WEIGHT, Content, TensorSource
+from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Shape, regions_of
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.matching import choose_source, match_tensors
 from ds_reshard.operations.name_map import asked_names, read_name_map
@@ -60,16 +63,50 @@ _NAMES = 'build the model that was saved, or name its parameters: DS_RESHARD_SET
 _OWN = "ds-reshard convert {folder} OUT --to nanotron --like STEP_OF_THE_COMING_RUN"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Foreign:
-    """A checkpoint that is not nanotron's, under the names of this run."""
+class Source:
+    """A checkpoint to load, under the names of this run.
 
-    source: Checkpoint
-    content: Content
+    nanotron's own is opened when its states are asked for: the small files tell the rest. If it is `foreign`, of
+    another format, it has been opened. `batch` is the global batch of the saving run, in samples alone if another
+    format tells it, `ranks` its data-parallel ranks, `step` the iteration after which it was saved.
+    """
+
+    def __init__(self, folder: str, opened: tuple[Checkpoint, Content] | None = None) -> None:
+        self.folder, self.foreign = folder, opened is not None
+        self.listing, self.metadata = NanotronListing(folder=folder, nbytes={}), None
+        self.batch: Batch | int | None = None
+        self.ranks: int | None = None
+        self.step: int | None = None
+        if opened is not None:
+            self.checkpoint, self.content = opened
+            self.batch, self.ranks, self.step = self.content.batch_size, self.content.ranks, self.content.steps
+            return
+        self.listing = read_listing(folder)
+        self.metadata = metadata = read_metadata(self.listing)[0]
+        if metadata is not None:
+            self.batch, self.ranks, self.step = metadata.batch, metadata.dp, metadata.step
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        return OpenedNanotron(self.listing)
+
+    @cached_property
+    def content(self) -> Content:
+        return self.checkpoint.content()
 
     @property
-    def folder(self) -> str:
-        return self.content.folder
+    def own(self) -> NanotronCheckpoint | None:
+        """What nanotron's files say beside; None of another format."""
+        opened = self.checkpoint
+        return opened.checkpoint if isinstance(opened, OpenedNanotron) and not self.foreign else None
+
+    @property
+    def groups(self) -> Sequence[GroupFacts]:
+        return self.content.facts.groups if self.content.facts is not None else ()
+
+    @property
+    def scalars(self) -> Mapping[str, Mapping[str, Scalar]]:
+        return self.content.facts.scalars if self.content.facts is not None else {}
 
     @property
     def position(self) -> int | None:
@@ -78,42 +115,45 @@ class Foreign:
         found = schedule.counters.get("last_epoch") if schedule is not None else None
         return found if type(found) is int else self.content.steps
 
-    def rates(self, names: tuple[str, ...]) -> set[tuple[float, float]]:
+    def rates(self, names: Sequence[str]) -> set[tuple[float, float]]:
         """The base rate and the last one of each saved param group that one of these was in."""
-        facts, schedule = self.content.facts, self.content.schedule
-        if facts is None or schedule is None:
-            return set()
-        pairs = zip(facts.groups, schedule.groups, strict=True)
-        rows = [row for group, row in pairs if set(names) & set(group.members)]
+        schedule, wanted = self.content.schedule, set(names)
+        pairs = zip(self.groups, schedule.groups, strict=True) if schedule is not None else ()
+        rows = [row for group, row in pairs if not wanted.isdisjoint(group.members)]
         return {(float(str(row[BASE])), float(str(row[LAST]))) for row in rows}
 
 
-def foreign_of(load: Load, folder: str, world: ProcessGroup, *, alone: bool = False) -> Foreign | None:
-    """What lies in a folder that is not nanotron's, None where it is, or looks like none.
-
-    Collective: a fault on any rank is one on every rank. `alone` is for functions of nanotron that are not, of its own
-    folders.
-    """
-    if isinstance(load.foreign, Foreign) and load.foreign.folder == folder:
-        return load.foreign
-    own = not is_url(folder) and (is_nanotron(folder) or not os.path.isdir(folder))
-    if own and alone:
-        return None
+def source_of(load: Load, folder: str, world: ProcessGroup) -> Source:
+    """What lies in a folder, as all ranks see it. Collective: a fault on any rank is one on every rank."""
+    if load.source is not None and load.source.folder == folder:
+        return load.source
     subject = f"loading {folder}"
     with same_files(world, subject=subject):
-        found = run_on_all(lambda: None if own else _open(folder, load.policy), world, subject=subject)
-        raise_faults(unseen_faults(folder, gather(found is not None, world)), subject=subject)
-    load.foreign = found
+        found = run_on_all(lambda: _open(folder, load.policy) or Source(folder), world, subject=subject)
+        raise_faults(unseen_faults(folder, gather(found.foreign, world)), subject=subject)
+    agree_files({os.path.join(folder, META): digest(found.metadata)}, world, subject=subject)
+    load.source = found
     return found
 
 
-def _open(folder: str, policy: ResumePolicy) -> Foreign | None:
-    """All of it; the weights alone if the optimizer is what cannot be opened, and the policy leaves it out."""
+def foreign_of(load: Load, folder: str, world: ProcessGroup) -> Source | None:
+    """The same, None of nanotron's own: its functions that ask are not collective. Collective where it is another's."""
+    found = source_of(load, folder, world) if not _is_own(folder) else None
+    return found if found is not None and found.foreign else None
+
+
+def _is_own(folder: str) -> bool:
+    """True for nanotron's own, and for what looks like no checkpoint."""
+    return not is_url(folder) and (is_nanotron(folder) or not os.path.isdir(folder))
+
+
+def _open(folder: str, policy: ResumePolicy) -> Source | None:
+    """A folder of another format, its weights alone if the policy leaves out an optimizer that cannot be opened."""
     try:
-        found = find_listing(folder, None)
+        found = find_listing(folder, None) if not _is_own(folder) else None
     except CheckpointNotFound:
         return None
-    if is_nanotron(found.folder) and not is_url(folder):
+    if found is None or (is_nanotron(found.folder) and not is_url(folder)):
         return None
     try:
         return _opened(folder, found, masters=policy.loads_masters)
@@ -123,16 +163,16 @@ def _open(folder: str, policy: ResumePolicy) -> Foreign | None:
         return _opened(folder, found, masters=False, optimizer=False)
 
 
-def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True) -> Foreign:
-    source, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
-    content = source.content()
-    faults = list(source.index.faults)
+def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True) -> Source:
+    checkpoint, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
+    content = checkpoint.content()
+    faults = list(checkpoint.index.faults)
     if path is not None:
         renamed = read_name_map(path)
         faults += renamed.faults(content)
         content = renamed.applied(content)
-    raise_faults([*faults, *unproved(source, None if masters else ())], subject=f"loading {folder}")
-    return Foreign(source=source, content=content)
+    raise_faults([*faults, *unproved(checkpoint, None if masters else ())], subject=f"loading {folder}")
+    return Source(content.folder, (checkpoint, content))
 
 
 def parse_ckpt_path(call: Call) -> object:
@@ -217,17 +257,6 @@ class Module(Protocol):
     def get_parameter(self, target: str) -> torch.Tensor: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Weight:
-    """A weight of this rank, and the name under which the checkpoint has it."""
-
-    name: str
-    saved: str
-    tensor: torch.Tensor
-    parameter: torch.Tensor
-    shape: Shape
-
-
 def load_weights(call: Call) -> object:
     """Fill a model from a folder of any format; nanotron's own way from its own. Collective where it is another's.
 
@@ -235,7 +264,7 @@ def load_weights(call: Call) -> object:
     """
     context, folder = cast(ParallelContext, call["parallel_context"]), folder_of(call["root_folder"])
     load = current()
-    foreign = foreign_of(load, folder, context.world_pg, alone=True)
+    foreign = foreign_of(load, folder, context.world_pg)
     if foreign is None:
         return call() if load.trainer is None else _own_weights(call, context, folder)
     subject, world = f"loading {folder}", context.world_pg
@@ -245,7 +274,7 @@ def load_weights(call: Call) -> object:
     weights = run_on_all(lambda: list(_weights(model, given, foreign.content.tied)), world, subject=subject)
     shapes = {
         name: shape
-        for of_rank in gather({one.saved: one.shape for one in weights}, world)
+        for of_rank in gather({saved: one.shape for saved, one in weights}, world)
         for name, shape in of_rank.items()
     }
     content = foreign.content
@@ -255,7 +284,7 @@ def load_weights(call: Call) -> object:
         if name in shapes or (given is None and name not in content.buffers)
     }
     faults = match_tensors(shapes, wanted, mend=_NAMES)
-    fitting = [one for one in weights if wanted.get(one.saved) == one.shape]
+    fitting = [(saved, one) for saved, one in weights if wanted.get(saved) == one.shape]
     planned, found, cause = attempt(lambda: _plan(foreign, fitting, context))
     copies, others = planned or ([], [])
     later = _wanted_later(load, foreign) if given is None else []
@@ -263,9 +292,9 @@ def load_weights(call: Call) -> object:
     import torch.distributed as dist
 
     replica = dist.get_rank(context.dp_cp_pg)
-    made = {str(number): one.tensor.detach() for number, one in enumerate(weights)}
+    made = {str(one.number): one.tensor.detach() for _, one in weights}
     fill(Plan(copies=coalesce(copies)), made, world, replica=replica, subject=subject)
-    return {one.name: {} for one in weights}
+    return {one.name: {} for _, one in weights}
 
 
 def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
@@ -289,27 +318,36 @@ def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
     return made
 
 
-def _weights(model: Module, given: Mapping[str, torch.Tensor] | None, tied: Mapping[str, str]) -> Iterator[_Weight]:
-    """The parameters of this rank, a tied one under the name that nanotron saves it by (`load_weights`)."""
+def _weights(
+    model: Module, given: Mapping[str, torch.Tensor] | None, tied: Mapping[str, str]
+) -> Iterator[tuple[str, LivePart]]:
+    """The parameters of this rank, each with the name under which the checkpoint has it.
+
+    A tied one has the name that nanotron saves it by (`load_weights`).
+    """
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     prefixes[id(model)] = ""
-    for name, tensor in (given if given is not None else model.state_dict()).items():
+    for number, (name, tensor) in enumerate((given if given is not None else model.state_dict()).items()):
         parameter = model.get_parameter(name)
         own = name
         if getattr(parameter, "is_tied", False):
             own = parameter.get_tied_info().get_full_name_from_module_id_to_prefix(prefixes)  # type: ignore[attr-defined]
-        shape, _ = tiles_of_parameter(own, parameter)
-        yield _Weight(name=own, saved=tied.get(own, own), tensor=tensor, parameter=parameter, shape=shape)
+        shape, tiles = tiles_of_parameter(own, parameter)
+        stop = tensor.numel()
+        part = LivePart(name=own, number=number, shape=shape, tiles=tiles, start=0, stop=stop, tensor=tensor)
+        yield tied.get(own, own), part
 
 
-def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) -> tuple[list[Copy], list[Fault]]:
+def _plan(
+    foreign: Source, weights: list[tuple[str, LivePart]], context: ParallelContext
+) -> tuple[list[Copy], list[Fault]]:
     """The copies that fill this rank's weights, and everything that is wrong with them."""
     copies: list[Copy] = []
     faults, content = experts_of(context.expert_parallel_size), foreign.content
-    shards, masters = foreign.source.shards(), set[str]()
-    for number, one in enumerate(weights):
+    shards, masters = foreign.checkpoint.shards(), set[str]()
+    for name, one in weights:
         dtype = element_type(one.tensor.dtype)
-        keys = [TensorKey(name=one.saved, kind=kind) for kind in (WEIGHT, MASTER)]
+        keys = [TensorKey(name=name, kind=kind) for kind in (WEIGHT, MASTER)]
         saved = {key.kind: content.tensors[key] for key in keys if key in content.tensors}
         mend = f"model.dtype: {saved[WEIGHT].dtype.label}, or {_OWN.format(folder=foreign.folder)}"
         types = {kind: tensor.dtype for kind, tensor in saved.items()}
@@ -318,14 +356,13 @@ def _plan(foreign: Foreign, weights: list[_Weight], context: ParallelContext) ->
             continue
         key = saved[kind].origin
         masters |= {key.name} if key.kind == MASTER else set()
-        shape, parts = tiles_of_parameter(one.name, one.parameter)
-        for region, first in regions_of(shape, parts, 0, one.tensor.numel()):
-            copies += copies_of(shards.index, key, region, buffer=str(number), element_offset=first, dtype=dtype)
-    faults += unproved(foreign.source, masters) if masters else ()
+        for region, first in one.regions():
+            copies += copies_of(shards.index, key, region, buffer=str(one.number), element_offset=first, dtype=dtype)
+    faults += unproved(foreign.checkpoint, masters) if masters else ()
     return copies, [*faults, *shards.index.faults, *shards.compare()]
 
 
-def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:
+def _wanted_later(load: Load, foreign: Source) -> list[Fault]:
     """What the trainer asks for after the weights, and is not there."""
     policy = load.policy
     resumes = getattr(load.trainer, "init_checkpoint_path", None) is not None
@@ -337,27 +374,37 @@ def _wanted_later(load: Load, foreign: Foreign) -> list[Fault]:
     return faults
 
 
-def lacks_schedule(foreign: Foreign, policy: ResumePolicy) -> bool:
+def lacks_schedule(foreign: Source, policy: ResumePolicy) -> bool:
     """Whether the policy takes of the schedule what is not there."""
     if policy.schedule_is_this_runs:
         return policy.keeps_position and foreign.position is None
     return foreign.position is None or foreign.content.schedule is None
 
 
-def states_of(foreign: Foreign, *, masters: bool) -> dict[str, dict[str, TensorSource]]:
-    """The trained parameters with their states; masters only where they are wanted, or are no copy of the weight."""
-    weights = foreign.content.weights
+def states_of(source: Source, *, masters: bool) -> dict[str, dict[str, TensorSource]]:
+    """The trained parameters with their states; masters only where they are wanted, or are no copy of the weight.
+
+    Raises CheckpointDamaged where no optimizer was saved, and, of another format, why no run can go on from it.
+    """
+    content = source.content
+    faults = [*content.faults] if source.foreign else []
+    if content.facts is None or not content.facts.groups:
+        what, mend = "holds no states of an optimizer", "--no-load-optim, to begin the optimizer anew from the weights"
+        faults.append(CheckpointDamaged.fault(source.folder, what, "param groups and states", "none", mend=mend))
+    raise_faults(faults, subject=f"loading {source.folder}")
+    masters = any(stage.has_masters for stage in source.own.stages) if source.own is not None else masters
     return {
-        name: {
-            kind: held
-            for kind, held in kinds.items()
-            if kind != MASTER or masters or name not in weights or weights[name].dtype is not ElementType.FLOAT32
-        }
-        for name, kinds in foreign.content.trained.items()
+        name: {kind: held for kind, held in kinds.items() if kind != MASTER or masters or not _is_weight(content, name)}
+        for name, kinds in content.trained.items()
     }
 
 
-def no_schedule(foreign: Foreign) -> Fault:
+def _is_weight(content: Content, name: str) -> bool:
+    """True if a parameter is its own master."""
+    return name in content.weights and content.weights[name].dtype is ElementType.FLOAT32
+
+
+def no_schedule(foreign: Source) -> Fault:
     """A load that wants the rates of a schedule that this folder does not hold, or not as nanotron keeps one."""
     kept = SCHEDULER in foreign.content.entries
     return UnsupportedLayout.fault(
@@ -369,7 +416,7 @@ def no_schedule(foreign: Foreign) -> Fault:
     )
 
 
-def meta_of(load: Load, foreign: Foreign, context: ParallelContext) -> object:
+def meta_of(load: Load, foreign: Source, context: ParallelContext) -> object:
     """nanotron's metadata of such a folder: its own where it came from nanotron, else steps and samples.
 
     Raises UnsupportedLayout for counters that are not there, and for samples of several data stages or folders.
@@ -383,7 +430,7 @@ def meta_of(load: Load, foreign: Foreign, context: ParallelContext) -> object:
     return nanotrons.CheckpointMetadata(version=None, tp=context.tp_pg.size(), dp=context.dp_pg.size(), metas=metas)
 
 
-def metas_of(load: Load, foreign: Foreign) -> dict[str, object]:
+def metas_of(load: Load, foreign: Source) -> dict[str, object]:
     """The values of nanotron's `TrainingMetadata`."""
     content, policy = foreign.content, load.policy
     own = content.entries.get(METADATA)
