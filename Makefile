@@ -71,8 +71,8 @@ fast-tests: venv
 	$(BIN)/python -m pytest -m "not slow and not distributed and not gpu" $(FAST_TESTS)
 
 # Four parts that take about as long, more than there are cores: ranks wait for each other, and for the disk.
-HOST_TESTS := $(wildcard tests/hosts/test_*.py)
-GRID_TESTS := $(foreach name,grid preflight ranks remote,$(filter tests/hosts/test_$(name)%,$(HOST_TESTS)))
+HOST_TESTS := $(filter-out tests/hosts/megatron/%,$(wildcard tests/hosts/test_*.py tests/hosts/*/test_*.py))
+GRID_TESTS := $(foreach name,grid preflight ranks remote,$(foreach file,$(HOST_TESTS),$(if $(findstring /test_$(name),$(file)),$(file))))
 megatron-tests: TESTS = tests/hosts/megatron
 grid-tests: TESTS = $(GRID_TESTS) tests/docs tests/hostile tests/torture
 host-tests: TESTS = $(filter-out $(GRID_TESTS),$(HOST_TESTS))
@@ -125,11 +125,12 @@ bench: venv
 
 # GPU_PYTHON is an interpreter that has torch >= 2.11 with CUDA; what it lacks is unpacked from the wheels of WHEELS.
 GPU_TESTS := tests/unit/test_cuda_executor.py tests/unit/test_executor_choice.py tests/unit/test_fingerprint.py \
-	tests/hosts/test_one_rank.py
-GPU_HOSTS := $(patsubst %,tests/hosts/%.py,test_matrix test_proved test_device test_universal test_dcp_reader test_grid \
+	tests/hosts/deepspeed/test_one_rank.py
+GPU_HOSTS := $(foreach name,test_matrix test_proved test_device test_universal test_dcp_reader test_grid \
 	test_other_adams test_builder test_resume test_bad_input test_ranks_differ test_dcp_mesh test_fsdp_gather \
 	test_fsdp_folders test_fsdp_convert test_fsdp_flat test_fsdp_asked test_verify_saved test_resume_accelerate \
-	test_resume_trainer test_late_trainer megatron/test_megatron_load megatron/test_megatron_load_runs)
+	test_resume_trainer test_late_trainer test_megatron_load test_megatron_load_runs,\
+	$(wildcard tests/hosts/*/$(name).py))
 GPU_WHEELS := numpy isal safetensors hypothesis attrs sortedcontainers pytest pytest-timeout iniconfig pluggy packaging \
 	pygments hjson pydantic pydantic_core annotated-types typing-inspection omegaconf rich markdown-it-py mdurl
 GPU_TAGS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux_2_17_x86_64 manylinux2014_x86_64

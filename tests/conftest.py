@@ -19,11 +19,11 @@ from hypothesis import settings
 settings.register_profile("tests", deadline=None)  # on a busy machine an example takes as long as it takes
 settings.load_profile("tests")
 
-_HOSTS = str(Path(__file__).parent / "hosts")
-sys.path.insert(0, _HOSTS)
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (_HOSTS, os.environ.get("PYTHONPATH", ""))))
+_HOSTS = Path(__file__).parent / "hosts"
+sys.path.insert(0, str(_HOSTS))
 
-import lifetimes  # noqa: E402  # of tests/hosts
+import host_folders  # noqa: E402, F401
+import lifetimes  # noqa: E402
 
 _WORLDS = pytest.StashKey[Any]()
 
@@ -76,7 +76,7 @@ def worlds(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[str]:
     """A command like python's own that begins with the frameworks imported, of `hosts/interpreters.py`."""
-    own = [sys.executable, "-I", "-S", str(Path(_HOSTS) / "interpreters.py")]
+    own = [sys.executable, "-I", "-S", str(_HOSTS / "interpreters.py")]
     with tempfile.TemporaryDirectory() as folder:
         command, address = Path(folder) / "python", str(Path(folder) / "socket")
         command.write_text(f'#!/bin/sh\nexec {shlex.join([*own, "call", address])} "$@"\n')

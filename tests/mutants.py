@@ -72,18 +72,18 @@ TESTS = {
     "ZERO_DOOR": "tests/formats/test_nanotron_deepspeed.py tests/formats/test_dcp_folder.py",
     "PYTORCH_DOOR": "tests/formats/test_pytorch.py tests/formats/test_every_pair.py",
     "NANOTRON_STEPS": "tests/formats/test_nanotron_deepspeed.py",
-    "OTHER_FORMATS": "tests/hosts/test_other_formats.py::test_names_of_another_framework",
+    "OTHER_FORMATS": "tests/hosts/deepspeed/test_other_formats.py::test_names_of_another_framework",
     "LATEST": "tests/formats/test_pytorch.py::test_the_tag_is_the_one_that_latest_names",
     "SHARDS": "tests/formats/test_zero_shards.py",
-    "DIFFERING": "tests/hosts/test_ranks_differ.py",
+    "DIFFERING": "tests/hosts/deepspeed/test_ranks_differ.py",
     "MEGATRON_DIFFERING": "tests/hosts/megatron/test_megatron_ranks_differ.py",
-    "NANOTRON_DIFFERING": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_files",
-    "NANOTRON_FINDS": "tests/hosts/test_nanotron_refused.py::test_ranks_that_find_other_checkpoints",
-    "ACCELERATE": "tests/hosts/test_late_resume.py::test_weights_alone_leave_accelerates_own_states_out"
-    " tests/hosts/test_late_resume.py::test_the_updates_of_the_engine_that_has_the_schedule_count",
-    "OTHER_ADAMS": "tests/hosts/test_other_adams.py",
-    "OPENED": "tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint"
-    " tests/hosts/test_dcp_reader.py::test_copies_of_two_saves_are_none_for_torch_either",
+    "NANOTRON_DIFFERING": "tests/hosts/nanotron_runs/test_nanotron_refused.py::test_ranks_that_see_other_files",
+    "NANOTRON_FINDS": "tests/hosts/nanotron_runs/test_nanotron_refused.py::test_ranks_that_find_other_checkpoints",
+    "ACCELERATE": "tests/hosts/accelerate/test_late_resume.py::test_weights_alone_leave_accelerates_own_states_out"
+    " tests/hosts/accelerate/test_late_resume.py::test_the_updates_of_the_engine_that_has_the_schedule_count",
+    "OTHER_ADAMS": "tests/hosts/deepspeed/test_other_adams.py",
+    "OPENED": "tests/hosts/fsdp/test_dcp_reader.py::test_copies_of_two_saves_are_no_checkpoint"
+    " tests/hosts/fsdp/test_dcp_reader.py::test_copies_of_two_saves_are_none_for_torch_either",
     "SCAN": "tests/hostile/test_unsafe_checkpoints.py tests/hostile/test_pickle_scan.py",
     "DAMAGE": "tests/hostile/test_checkpoints.py",
     "NANOTRON": "tests/formats/test_nanotron.py",
@@ -97,7 +97,7 @@ TESTS = {
     "SCHEDULE": "tests/unit/test_schedule.py",
     "HOOKS": "tests/unit/test_hooks.py tests/unit/test_hooks_guard.py",
     "PROOF": "tests/formats/test_proof_of_files.py",
-    "FORESEEN": "tests/hosts/test_preflight_grid.py",
+    "FORESEEN": "tests/hosts/deepspeed/test_preflight_grid.py",
     "LISTED": "tests/formats/test_nanotron_convert.py::test_the_output_verifies_and_its_manifest_lists_every_file",
     "WORKSPACE": "tests/unit/test_workspace.py",
     "BY_RANKS": "tests/formats/test_convert_ranks.py",
@@ -106,18 +106,19 @@ TESTS = {
     "MEGATRON_STEPS": "tests/hosts/megatron/test_megatron_torch_adam.py",
     "MEGATRON_ITERATION": "tests/hosts/megatron/test_megatron_loads.py::test_a_rewound_iteration_and_a_reset_one",
     "MEGATRON_RELEASE": "tests/hosts/megatron/test_megatron_odd.py::test_an_iteration_beside_a_release",
-    "NANOTRON_WEIGHTS": "tests/hosts/test_nanotron_refused.py::test_ranks_that_see_other_weights",
-    "UNIVERSAL_CUT": "tests/hosts/test_grid_written.py",
-    "CUT_OTHERWISE": "tests/hosts/test_grid_tensor.py::test_as_many_ranks_that_cut_otherwise_take_their_own_parts",
-    "LATE_FILE": "tests/hosts/test_grid.py::test_tools_take_a_later_stages_file_for_no_others"
-    " tests/hosts/test_grid.py::test_what_only_a_later_stage_has_saved_is_not_the_first_stages"
-    " tests/hosts/test_grid.py::test_a_pipeline_loads_bit_equal_with_other_stages",
-    "PADDED": "tests/hosts/test_grid_tensor.py::test_rows_behind_the_vocabulary_are_zeros"
-    " tests/hosts/test_grid_tensor.py::test_rows_behind_the_vocabulary_of_what_was_converted_are_zeros",
+    "NANOTRON_WEIGHTS": "tests/hosts/nanotron_runs/test_nanotron_refused.py::test_ranks_that_see_other_weights",
+    "UNIVERSAL_CUT": "tests/hosts/deepspeed/test_grid_written.py",
+    "CUT_OTHERWISE": "tests/hosts/deepspeed/test_grid_tensor.py"
+    "::test_as_many_ranks_that_cut_otherwise_take_their_own_parts",
+    "LATE_FILE": "tests/hosts/deepspeed/test_grid.py::test_tools_take_a_later_stages_file_for_no_others"
+    " tests/hosts/deepspeed/test_grid.py::test_what_only_a_later_stage_has_saved_is_not_the_first_stages"
+    " tests/hosts/deepspeed/test_grid.py::test_a_pipeline_loads_bit_equal_with_other_stages",
+    "PADDED": "tests/hosts/deepspeed/test_grid_tensor.py::test_rows_behind_the_vocabulary_are_zeros"
+    " tests/hosts/deepspeed/test_grid_tensor.py::test_rows_behind_the_vocabulary_of_what_was_converted_are_zeros",
     "ACTIVATIONS": "tests/unit/test_revive.py",
     "LOOKED_AT_ONCE": "tests/formats/test_looked_at_once.py",
-    "GRID_OFFLINE": "tests/hosts/test_grid_offline.py",
-    "LACKING_EXPERTS": "tests/hosts/test_grid.py::test_experts_that_some_files_lack_load_bit_equal",
+    "GRID_OFFLINE": "tests/hosts/deepspeed/test_grid_offline.py",
+    "LACKING_EXPERTS": "tests/hosts/deepspeed/test_grid.py::test_experts_that_some_files_lack_load_bit_equal",
 }
 
 # By file of ds_reshard: what a fault does, the tests that are to fail, the lines that go, and those that come.

@@ -61,13 +61,13 @@ PRINTED = {
         r"rank 1 has elements 11 to 21 of moments and masters: True\n"
         r"tensors that differ: 0\n"
     ),
-    # With nanotron, which needs a GPU, it is run by tests/hosts/test_nanotron_example.py on a stand-in.
+    # With nanotron, which needs a GPU, it is run by tests/hosts/nanotron_runs/test_nanotron_example.py on a stand-in.
     "07_nanotron_resume.py": r"skipped: No module named 'nanotron'; pip install git\+https://.*\n",
     "08_trainer.py": (
         r"(update [1-4]: learning rate 0\.001000\n){4}\{'train_runtime'.*\}\n"
         r"(update [56]: learning rate 0\.000100\n){2}\{'train_runtime'.*\}\n"
     ),
-    # With a node that is lost, it is run by tests/hosts/test_elastic.py.
+    # With a node that is lost, it is run by tests/hosts/deepspeed/test_elastic.py.
     "09_elastic.py": r"at step 0 with dp 2: 4 micro batches an update\n",
     "10_accelerate.py": r"(update [1-4]: learning rate 0\.001000\n){4}(update [56]: learning rate 0\.000100\n){2}",
 }

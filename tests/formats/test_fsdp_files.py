@@ -1,6 +1,6 @@
 """Folders of EasyR1 and verl that torch.save alone makes: what they may hold beside DTensors, carried or refused.
 
-Each rank has whole tensors; tests/hosts/test_fsdp_folders.py has what ranks of FSDP save.
+Each rank has whole tensors; tests/hosts/fsdp/test_fsdp_folders.py has what ranks of FSDP save.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Synthetic ZeRO-2 checkpoints, in torch's own words: parameters are joined, padded and cut as DeepSpeed 0.19.8 does.
 
 Written without ds_reshard, so that its rules for places are not checked against themselves;
-tests/hosts/test_builder.py holds the files beside those of real DeepSpeed.
+tests/hosts/tools/test_builder.py holds the files beside those of real DeepSpeed.
 """
 
 from __future__ import annotations

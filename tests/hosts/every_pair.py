@@ -6,7 +6,7 @@ READ = ("zero1", "zero2", "zero3", "bf16", "universal", "dcp", "accelerate", "py
 """Converted in tests/formats/test_every_pair.py."""
 WRITTEN = (*READ, "safetensors", "torch")
 FROM_FSDP = ("zero1", "zero2", "zero3", "universal", "dcp", "accelerate", "pytorch", "safetensors", "torch")
-"""Converted from folders that verl has saved, in tests/hosts/test_fsdp_flat.py."""
+"""Converted from folders that verl has saved, in tests/hosts/fsdp/test_fsdp_flat.py."""
 
 BF16, COUNTED, THEIRS = range(1, 4)
 REASONS = {

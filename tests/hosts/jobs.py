@@ -530,7 +530,7 @@ def _client(stranger: bool) -> dict[str, Any]:
 
     import numpy as np
     from deepspeed.runtime.zero.config import ZeroStageEnum
-    from strangers import Stranger
+    from unlisted_class import Stranger
 
     torch.manual_seed(3)
     state = {

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 from cases import Model, Run, ds_config
-from foretold import change
 from messages import amended
+from preflight_answers import change
 from saves import Saves
-from strangers import Stranger
+from unlisted_class import Stranger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
 import nanotron_builder as nanotron
@@ -80,7 +80,7 @@ ADAMW = {**Z1, "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "torch_adam"
 WARMUP = {**ADAMW, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 8}}}
 PLAIN, STATELESS = (Run(2, 2), Model()), (Run(2, 2), Model(scheduler=False))
 SGD, OVERRIDE = "--model test_mending_lines:_sgd", "-- --override-opt-param-scheduler"
-TRUST = "--trust strangers.Stranger"
+TRUST = "--trust unlisted_class.Stranger"
 COMING = [
     # what was saved, the JSON and the command line of the coming run, what the error says, and both as it says
     (PLAIN, Z1, "--world 7", "run on as many ranks as divide it (1)", Z1, "--world 1"),
@@ -381,30 +381,36 @@ def test_what_mends_a_load_of_nanotron_mends_it(worlds: Any, tmp_path: Path, cas
 
 FOLLOWED = {
     # of errors whose lines are followed to their end where the run is that they need
-    "names of wrappers": "hosts/test_wrapped_names.py::test_the_line_of_the_error_renames_them",
+    "names of wrappers": "hosts/deepspeed/test_wrapped_names.py::test_the_line_of_the_error_renames_them",
     "entries that no module loads": (
-        "hosts/test_odd_models.py::test_entries_that_no_module_loads_are_judged_before_the_load"
+        "hosts/deepspeed/test_odd_models.py::test_entries_that_no_module_loads_are_judged_before_the_load"
     ),
     "states of what is frozen now": (
-        "hosts/test_dcp_reader.py::test_states_of_what_is_frozen_now_are_refused_and_each_way_out_works"
+        "hosts/fsdp/test_dcp_reader.py::test_states_of_what_is_frozen_now_are_refused_and_each_way_out_works"
     ),
     "verl's folder under other ranks": (
-        "hosts/test_fsdp_convert.py::test_a_manager_under_other_ranks_is_told_what_to_convert"
+        "hosts/fsdp/test_fsdp_convert.py::test_a_manager_under_other_ranks_is_told_what_to_convert"
     ),
-    "a second name of FSDP2": "hosts/test_fsdp_convert.py::test_a_tied_weight_is_one_parameter_with_two_names",
-    "the folder of a tag": "hosts/test_arguments.py::test_the_folder_of_a_tag",
+    "a second name of FSDP2": "hosts/fsdp/test_fsdp_convert.py::test_a_tied_weight_is_one_parameter_with_two_names",
+    "the folder of a tag": "hosts/deepspeed/test_arguments.py::test_the_folder_of_a_tag",
     "a batch that ranks cannot divide": "unit/test_batch.py::test_each_way_that_is_offered_passes",
     "a position at other processes": (
-        "hosts/test_positions.py::test_what_cannot_be_found_out_is_told_with_the_line_that_says_it"
+        "hosts/accelerate/test_positions.py::test_what_cannot_be_found_out_is_told_with_the_line_that_says_it"
     ),
-    "either clock of a placeholder": "hosts/test_positions.py::test_either_clock_of_a_scheduler_on_a_placeholder",
-    "torch's own load": "hosts/test_wrapped_names.py::test_torchs_own_load_that_finds_nothing_is_mended_by_its_lines",
+    "either clock of a placeholder": (
+        "hosts/accelerate/test_positions.py::test_either_clock_of_a_scheduler_on_a_placeholder"
+    ),
+    "torch's own load": (
+        "hosts/deepspeed/test_wrapped_names.py::test_torchs_own_load_that_finds_nothing_is_mended_by_its_lines"
+    ),
     "the base of an adapter": (
-        "hosts/test_wrapped_names.py::test_a_base_is_loaded_for_what_is_new_by_the_lines_of_the_error"
+        "hosts/deepspeed/test_wrapped_names.py::test_a_base_is_loaded_for_what_is_new_by_the_lines_of_the_error"
     ),
-    "rows of a vocabulary": "hosts/test_grid_tensor.py::test_rows_that_no_padding_explains_are_not_made_of_zeros",
+    "rows of a vocabulary": (
+        "hosts/deepspeed/test_grid_tensor.py::test_rows_that_no_padding_explains_are_not_made_of_zeros"
+    ),
     "gloo for an Accelerator": (
-        "hosts/test_prepare_matrix.py::test_an_accelerator_that_believes_it_is_alone_is_refused"
+        "hosts/accelerate/test_prepare_matrix.py::test_an_accelerator_that_believes_it_is_alone_is_refused"
     ),
     "classes of several files": "hosts/test_unsafe_loads.py::test_what_all_files_need_stands_in_one_line",
     "classes to trust": "hostile/test_unsafe_checkpoints.py::test_all_classes_stand_in_one_line_of_each_tool",

@@ -235,11 +235,11 @@ def test_what_is_read_here_may_have_any_name(worlds: Any, saves: Saves, tmp_path
 def test_what_the_settings_trust_is_loaded(worlds: Any, tmp_path: Path) -> None:
     """A class of the script's own in client_state, on both paths; and not without it."""
     worlds[2].run("save_client", run=Run(2, 2), folder=str(tmp_path), stranger=True)
-    trust = {"ds_reshard": {"trust": ["strangers.Stranger"]}}
+    trust = {"ds_reshard": {"trust": ["unlisted_class.Stranger"]}}
     for dp in (2, 3):
         told = worlds[dp].run("load_refused", run=Run(2, dp), model=Model(), folder=str(tmp_path))
         assert {one["error"] for one in told} == {"TrustRequired"}
-        assert '"trust": ["strangers.Stranger"]' in told[0]["text"]
+        assert '"trust": ["unlisted_class.Stranger"]' in told[0]["text"]
         told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), model=Model(), folder=str(tmp_path))
         assert {one["error"] for one in told} == {None}
 
@@ -257,7 +257,7 @@ def test_what_all_files_need_stands_in_one_line(worlds: Any, tmp_path: Path) -> 
         told = worlds[dp].run("load_refused", run=Run(2, dp), **asked)
         assert {one["error"] for one in told} == {"TrustRequired"} and len({one["text"] for one in told}) == 1
         line = re.search(r'by "trust": (\[.*?\])', told[0]["text"])
-        assert line is not None and sorted(json.loads(line[1])) == ["decimal.Decimal", "strangers.Stranger"]
+        assert line is not None and sorted(json.loads(line[1])) == ["decimal.Decimal", "unlisted_class.Stranger"]
         trust = {"ds_reshard": {"trust": json.loads(line[1])}}
         told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), **asked)
         assert {one["error"] for one in told} == {None}, told

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 _TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(_TESTS / name) for name in ("torture", "formats", "hosts", "hosts/megatron")]
 
+import host_folders  # noqa: E402, F401
 import saved_worlds  # noqa: E402
 import torch  # noqa: E402
 from calls import DEATH, FAULTS, Calls, Step, ended, files, left_open  # noqa: E402

@@ -18,6 +18,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
+import host_folders  # noqa: E402, F401
 from cases import Model, Run  # noqa: E402
 from on_ranks import Tried, options  # noqa: E402
 from worlds import World  # noqa: E402

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / name) for name in ("formats", "hosts"))]
 
+import host_folders  # noqa: E402, F401
 from calls import ended, files  # noqa: E402
 from loads import KINDS, MODEL, made  # noqa: E402
 from loads import wrong as wrong_of_ranks  # noqa: E402

@@ -15,6 +15,7 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "hosts")]
 
+import host_folders  # noqa: E402, F401
 from on_ranks import Case, Tried, options  # noqa: E402
 from verified_save_jobs import KINDS, is_loss  # noqa: E402
 from worlds import World  # noqa: E402

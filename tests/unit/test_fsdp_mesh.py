@@ -1,6 +1,6 @@
 """The mesh of a DTensor for another number of ranks, in the form of torch before 2.9: synthetic, from its source alone.
 
-`DeviceMesh.__init__` of torch/distributed/device_mesh.py; tests/hosts/test_fsdp_convert.py has files of torch 2.13.
+`DeviceMesh.__init__` of torch/distributed/device_mesh.py; tests/hosts/fsdp has files of torch 2.13.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "hosts"))
 
+import host_folders  # noqa: F401
 from cases import Model, Run
 from grid_cases import Grid
 

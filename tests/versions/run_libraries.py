@@ -41,14 +41,15 @@ LIBRARIES = {
     "accelerate": Library(
         ("0.34.2", "1.0.1", "1.6.0", "1.10.1", "1.15.0"),
         tuple(
-            f"hosts/test_{name}.py" for name in ("late_optimizer", "prepare_matrix", "late_resume", "late_scheduler")
+            f"hosts/accelerate/test_{name}.py"
+            for name in ("late_optimizer", "prepare_matrix", "late_resume", "late_scheduler")
         ),
         "test_late_optimizer or (test_row and on]) or (test_another_clock and LambdaLR) or "
         "(test_equals_plain and zero2 and x1 and (StepLR or OneCycleLR))",
     ),
     "transformers": Library(
         ("5.23.0", "5.24.0"),
-        tuple(f"hosts/test_{name}.py" for name in ("preflight_trainer", "resume_trainer", "late_trainer")),
+        tuple(f"hosts/accelerate/test_{name}.py" for name in ("preflight_trainer", "resume_trainer", "late_trainer")),
     ),
     "torch": Library(
         ("2.10.0", "2.11.0", "2.13.0", "2.14.1"),
@@ -56,7 +57,7 @@ LIBRARIES = {
             str(path.relative_to(ROOT / "tests"))
             for folder in ("formats", "hosts")
             for kind in ("dcp", "fsdp")
-            for path in sorted((ROOT / "tests" / folder).glob(f"test_{kind}*.py"))
+            for path in sorted((ROOT / "tests" / folder).glob(f"**/test_{kind}*.py"))
         ),
     ),
 }

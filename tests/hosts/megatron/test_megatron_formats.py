@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from damaged_files import flip
 from damages import changed_chunks
 from format_jobs import ITERATION, SAMPLES_SEEN, STEP, value
-from harms import flip
 from releases import WITH_TRAINING
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP, TP, WORLDS, Saved
 from torch.distributed.checkpoint import FileSystemReader
