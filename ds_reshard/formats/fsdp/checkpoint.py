@@ -164,27 +164,18 @@ def _state(record: object) -> Mapping[object, object]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unnamed:
-    """Why no file tells whose states those of an optimizer are: a clause, what was found, and what mends it."""
-
-    what: str
-    found: str
-    fix: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpCheckpoint(SavedState):
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
 
     `flat` are the states of flat parameters, where the order of these is there, and `plain` those of rank 0's file that
-    are plain numbers.
+    are plain numbers. `unnamed` says why no file tells whose states those of the optimizer are.
     """
 
     ranks: int
     first: Mapping[str, Mapping[TensorKey, TensorShard]]
     flat: FlatStates | None = None
     plain: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
-    unnamed: Unnamed | None = None
+    unnamed: Fault | None = None
 
     @property
     def parameters(self) -> Mapping[str, Shape]:
@@ -253,7 +244,7 @@ class _File:
     tensors: dict[TensorKey, TensorShard]
     groups: tuple[GroupFacts, ...] = ()
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
-    unnamed: Unnamed | None = None
+    unnamed: Fault | None = None
 
 
 def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
@@ -285,7 +276,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
     read = {MODEL: model} if optim is None else {MODEL: model, OPTIM: optim}
     flat: FlatStates | None = None
     facts: OptimizerFacts | None = None
-    unnamed: Unnamed | None = None
+    unnamed: Fault | None = None
     single: dict[TensorKey, TensorShard] = {}
     if optim is not None and optim.unnamed:
         flat = _flat(folder, size, model, shapes)
@@ -312,7 +303,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
         flat=flat,
         plain=optim.scalars if optim is not None else {},
         unnamed=unnamed,
-        notes=(f"{UNNAMED}, as {unnamed.what} ({unnamed.found}); {unnamed.fix}",) if unnamed is not None else (),
+        notes=(f"{UNNAMED}, as {unnamed.what} ({unnamed.found}); {unnamed.mend}",) if unnamed is not None else (),
     )
     if facts is not None and not any(placement.family == OPTIM for placement in placements.values()):
         raise_faults(_unlike_ranks(opened), subject=subject)
@@ -478,21 +469,23 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
 
 def _unnamed(
     path: str, groups: Sequence[Mapping[object, object]], parameters: Mapping[str, Shape], states: Iterable[TensorShard]
-) -> Unnamed:
+) -> Fault:
     if any(shard.rank is None and shard.shape != () for shard in states):
         what, found = "they hold pieces of flat parameters of FSDP1", "no fsdp_units.json"
-        return Unnamed(what=what, found=found, fix=line_to_add(os.path.dirname(path)))
+        return UnsupportedLayout.fault(path, what, found=found, mend=line_to_add(os.path.dirname(path)))
     fix = (
         f"move the {OPTIM} files out of the folder, for the weights; in runs to come save "
         "get_optimizer_state_dict(model, optimizer) in place of optimizer.state_dict()"
     )
     counted = sum(len(members_of(group)) for group in groups)
     if len(groups) != 1:
-        return Unnamed(what="several param groups count them in an order of their own", found=f"{len(groups)}", fix=fix)
-    if counted != len(parameters):
+        what, found = "several param groups count them in an order of their own", f"{len(groups)}"
+    elif counted != len(parameters):
         what = "their param group counts other parameters than the model's files have"
-        return Unnamed(what=what, found=f"{counted}, not {len(parameters)}", fix=fix)
-    return Unnamed(what="their states are of other shapes than the model's parameters", found="another order", fix=fix)
+        found = f"{counted}, not {len(parameters)}"
+    else:
+        what, found = "their states are of other shapes than the model's parameters", "another order"
+    return UnsupportedLayout.fault(path, what, found=found, mend=fix)
 
 
 def state_names(groups: Sequence[Mapping[object, object]], parameters: Iterable[str]) -> Mapping[object, str]:

@@ -85,7 +85,7 @@ def _faults(source: FsdpCheckpoint, size: int) -> Iterator[Fault]:
         )
     if (unnamed := source.unnamed) is not None:
         what = f"its optimizer's files name no parameter, as {unnamed.what}"
-        yield UnsupportedLayout.fault(source.folder, what, found=unnamed.found, mend=unnamed.fix)
+        yield replace(unnamed, where=source.folder, what=what)
 
 
 def _group_size(source: FsdpCheckpoint) -> int | None:

@@ -39,19 +39,15 @@ from ds_reshard.model.target import ConversionRequest, Target, TargetFile, Unit
 _LIKE = "name a checkpoint that a run of that topology has saved: --like DIR"
 
 
-Origin = tuple[int, int]
-"""Of a param group of the target the stage of the source, and its number there."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """What one pipeline rank of the target trains, in the order of its module."""
+    """What one pipeline rank trains, in the order of its module: param groups, and what its scheduler keeps of each."""
 
-    groups: tuple[tuple[Origin, GroupFacts], ...]
+    groups: tuple[tuple[GroupFacts, Mapping[str, object]], ...]
 
     @property
     def names(self) -> list[str]:
-        return [name for _, group in self.groups for name in group.members]
+        return [name for group, _ in self.groups for name in group.members]
 
 
 def _arranged(source: NanotronCheckpoint, asked: ConversionRequest, like: NanotronCheckpoint | None) -> _Writing:
@@ -114,10 +110,10 @@ def _unsupported(where: str, what: str, found: str, mend: str) -> Fault:
     return UnsupportedLayout.fault(where, what, found=found, mend=mend)
 
 
-def _saved(source: NanotronCheckpoint) -> Iterator[tuple[Origin, GroupFacts]]:
+def _saved(source: NanotronCheckpoint) -> Iterator[Stage]:
     for pp, stage in enumerate(source.stages):
-        for number, group in enumerate(stage.groups):
-            yield (pp, number), group
+        rows = source.schedulers[pp].groups if source.schedulers else ({},) * len(stage.groups)
+        yield Stage(groups=tuple(zip(stage.groups, rows, strict=True)))
 
 
 def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
@@ -126,34 +122,33 @@ def _stages(source: NanotronCheckpoint, pp: int) -> tuple[Stage, ...] | None:
     (`build_model` in models/base.py.) A tied parameter is then trained where its first stage had it.
     """
     if pp == source.topology.pp:
-        return tuple(
-            Stage(groups=tuple((origin, group) for origin, group in _saved(source) if origin[0] == stage))
-            for stage in range(pp)
-        )
-    if pp != 1 or any(len(group.members) > 1 for _, group in _saved(source)):
+        return tuple(_saved(source))
+    pairs = [pair for stage in _saved(source) for pair in stage.groups]
+    if pp != 1 or any(len(group.members) > 1 for group, _ in pairs):
         return None
     seen: set[str] = set()
     kept = []
-    for origin, group in _saved(source):
+    for group, row in pairs:
         if not seen.intersection(group.members):
-            kept.append((origin, group))
+            kept.append((group, row))
             seen.update(group.members)
     return (Stage(groups=tuple(kept)),)
 
 
 def _like_stages(source: NanotronCheckpoint, like: NanotronCheckpoint) -> tuple[Stage, ...] | None:
     """The groups of `like`, each with the hyper-parameters that the source has of its members."""
-    homes = {name: (origin, group) for origin, group in reversed(list(_saved(source))) for name in group.members}
-    empty = next(((origin, group) for origin, group in _saved(source) if not group.members), None)
+    pairs = [pair for stage in _saved(source) for pair in stage.groups]
+    homes = {name: pair for pair in reversed(pairs) for name in pair[0].members}
+    empty = next((pair for pair in pairs if not pair[0].members), None)
     stages = []
     for stage in like.stages:
         groups = []
         for group in stage.groups:
-            found = {homes[name][0]: homes[name] for name in group.members} or ({empty[0]: empty} if empty else {})
+            found = {id(homes[name]): homes[name] for name in group.members} or ({0: empty} if empty else {})
             if len(found) != 1:
                 return None
-            origin, saved = next(iter(found.values()))
-            groups.append((origin, GroupFacts(members=group.members, hyperparameters=saved.hyperparameters)))
+            saved, row = next(iter(found.values()))
+            groups.append((replace(saved, members=group.members), row))
         stages.append(Stage(groups=tuple(groups)))
     return tuple(stages)
 
@@ -326,7 +321,7 @@ class _Writing:
         state: dict[int, dict[str, object]] = {}
         groups: list[dict[str, object]] = []
         masters: dict[str, object] = {}
-        for _, group in self.stages[rank.pp].groups:
+        for group, _ in self.stages[rank.pp].groups:
             members = []
             for name in group.members:
                 shape = self._shape(name, rank)
@@ -357,7 +352,7 @@ class _Writing:
 
         The trainer asks for it with the stage's number as `is_zero`, which is not `True` (`lr_scheduler_filename`).
         """
-        kept = tuple(self.source.schedulers[stage].groups[number] for (stage, number), _ in self.stages[rank.pp].groups)
+        kept = tuple(row for _, row in self.stages[rank.pp].groups)
         schedule = Schedule(counters=self.source.schedulers[0].counters, groups=kept)
         name = state_name("lr_scheduler", replace(self.topology, dp=None), rank)
         return TargetFile(name=name, tree=schedule.entries)

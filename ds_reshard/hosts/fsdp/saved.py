@@ -97,7 +97,7 @@ def _seen(folder: str, rank: int, size: int | None, model: Module | None, optimi
         checkpoint = open_fsdp(folder)
         _check(checkpoint, rank, size)
         if optimizer is not None and checkpoint.unnamed:
-            mend = f"{checkpoint.unnamed.fix}; or leave out optimizer="
+            mend = f"{checkpoint.unnamed.mend}; or leave out optimizer="
             what = "its optimizer's files name no parameter: they cannot be compared with the optimizer"
             return _Seen(faults=(UnsupportedLayout.fault(folder, what, mend=mend),))
         return _Seen() if model is None else _compared(checkpoint, rank, size or 1, model, optimizer)

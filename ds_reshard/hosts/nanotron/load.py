@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING
 from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
-from ds_reshard.model.context_value import context_value
 from ds_reshard.operations.ranks import gather, rank
 from ds_reshard.resume.policy import ResumePolicy, policy_differences
 from ds_reshard.resume.policy_sources import asked_policy, note_applied
@@ -75,17 +73,12 @@ class Load:
         logger.info("%s", report)
 
 
-_CURRENT: ContextVar[Load | None] = ContextVar("ds_reshard_nanotron_load", default=None)
+IN_FORCE: ContextVar[Load | None] = ContextVar("ds_reshard_nanotron_load", default=None)
 
 
 def current() -> Load:
     """The start of the trainer that is going on in this thread, else a load of its own."""
-    return _CURRENT.get() or Load(policy=asked_policy())
-
-
-def in_force(load: Load) -> AbstractContextManager[None]:
-    """While inside, `current()` is this load."""
-    return context_value(_CURRENT, load)
+    return IN_FORCE.get() or Load(policy=asked_policy())
 
 
 @dataclass(slots=True, kw_only=True)

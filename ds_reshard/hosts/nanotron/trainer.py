@@ -21,8 +21,9 @@ from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
-from ds_reshard.hosts.nanotron.load import Load, config_of, current, in_force, same_policy
+from ds_reshard.hosts.nanotron.load import IN_FORCE, Load, config_of, current, same_policy
 from ds_reshard.hosts.nanotron.source import folder_of, foreign_of, meta_of
+from ds_reshard.model.context_value import context_value
 from ds_reshard.model.records import GlobalName, ObjectRecord
 from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.operations.watching import Watched, phase, watched
@@ -51,7 +52,7 @@ def _initialise(call: Call, seen: Watched) -> None:
     trainer = call["self"]
     load = Load(policy=asked_policy(), trainer=trainer)
     try:
-        with in_force(load), phase("start"):
+        with context_value(IN_FORCE, load), phase("start"):
             call()
     finally:
         folder = getattr(trainer, "init_checkpoint_path", None)
