@@ -97,10 +97,18 @@ def identity() -> int:
     return os.getpid()
 
 
-def start_threads(number: int) -> None:
-    """A job that leaves so many threads behind."""
-    for _ in range(number):
-        threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+_TAKEN: list[object] = []
+
+
+def take(what: str, number: int) -> None:
+    """A job that leaves so many threads behind, open files, or MiB of memory."""
+    if what == "memory_mib":
+        _TAKEN.append(b"1" * (number << 20))
+    for _ in range(number if what != "memory_mib" else 0):
+        if what == "threads":
+            threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+        else:
+            os.open(os.devnull, os.O_RDONLY)
 
 
 def spin() -> None:

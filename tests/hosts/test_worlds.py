@@ -17,13 +17,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_worker_with_many_threads_is_renewed(worlds: Any) -> None:
-    """Threads are counted, not process groups, of which some have none and others several."""
-    before = worlds[2].run("lifetimes.identity")
-    worlds[2].run("lifetimes.start_threads", number=MOST.threads)
+@pytest.mark.parametrize("what", MOST._fields)
+def test_a_worker_that_costs_much_is_renewed(worlds: Any, what: str) -> None:
+    """Threads are counted, not process groups, of which some have none and others several; files, and memory."""
+    before = worlds[1].run("lifetimes.identity")
+    worlds[1].run("lifetimes.take", what=what, number=getattr(MOST, what))
     worlds.renew()
-    assert not set(before) & set(worlds[2].run("lifetimes.identity"))
-    assert worlds.most.threads > MOST.threads
+    assert not set(before) & set(worlds[1].run("lifetimes.identity"))
+    assert getattr(worlds.most, what) > getattr(MOST, what)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])

@@ -81,18 +81,27 @@ CLI = "import subprocess, sys; sys.exit(subprocess.run([sys.executable, *sys.arg
 """A trainer's command line that starts its own ranks, as LLaMA-Factory with FORCE_TORCHRUN=1 and swift do."""
 
 
-def test_under_a_command_line_that_starts_its_own_torchrun(saved: str, tmp_path: Path) -> None:
+LAUNCHERS = {
+    "torchrun": "torch.distributed.run --standalone --nproc_per_node=2",
+    "accelerate": "accelerate.commands.launch --use_deepspeed --num_processes 2 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no --main_process_port {port}",
+    "deepspeed": "deepspeed.launcher.runner --num_gpus 2 --num_nodes 1 --master_port {port}",
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_under_a_command_line_that_starts_its_own_ranks(saved: str, tmp_path: Path, launcher: str) -> None:
     """The ranks get hooks and flags by environment, and say on stderr what they made of them.
 
     Python itself: the interpreter that has frameworks already reads no sitecustomize.
     """
     (tmp_path / "trainer_cli.py").write_text(CLI)
     run = (sys.executable, "-m", "ds_reshard.run", "--override-opt-param-scheduler", "-m", "trainer_cli")
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), "--lr", "0.4")
+    ranks = ("-m", *LAUNCHERS[launcher].format(port=free_port()).split(), str(SCRIPT), "--lr", "0.4")
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "OMP_NUM_THREADS": "1"}
     env |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        (*run, *torchrun, "--load", saved), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+        (*run, *ranks, "--load", saved), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
     )
     said = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAID")]
     assert said == [{"lr": FIRST, "position": 12, "moments": True}], done.stderr[-4000:]

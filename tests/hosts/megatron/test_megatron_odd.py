@@ -261,7 +261,12 @@ def test_a_part_that_is_not_supported_is_no_damage(stages: Any) -> None:
     folder, arguments = stages.folder(), f"{DISTRIBUTED}{GATED}{TP}--softmax-type learnable"
     saves = [{"save": str(folder / one), **FLAGS[one]} for one in ("torch", "model_space")]
     stages.run("0.19.2", "format_jobs:save", ranks=2, arguments=arguments, saves=saves)
-    faults = tools.inspect(str(folder / "torch")).faults
-    assert {fault.error for fault in faults} == {"UnsupportedLayout"}
-    assert {fault.mend for fault in faults} == {"save it with --ckpt-format torch_dist"}
+    with pytest.raises(UnsupportedLayout) as refused:
+        tools.convert(str(folder / "torch"), str(folder / "out"), to="safetensors")
+    for faults in (
+        *(look(str(folder / "torch")).faults for look in (tools.inspect, tools.verify)),
+        refused.value.faults,
+    ):
+        assert {fault.error for fault in faults} == {"UnsupportedLayout"}
+        assert {fault.mend for fault in faults} == {"save it with --ckpt-format torch_dist"}
     assert tools.inspect(str(folder / "model_space")).faults == ()
