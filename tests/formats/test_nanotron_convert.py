@@ -291,3 +291,16 @@ def test_like_must_keep_the_same_states_in_the_same_types(case: str, tmp_path: P
     assert all(any(line.startswith(text) for line in lines) for text in told), lines
     assert len(lines) == len(coming.model) * len(told)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["like", "saved"]
+
+
+@pytest.mark.parametrize("side", ["source", "like"])
+def test_masters_beside_weights_in_float32_are_not_made_up_nor_left_out(side: str, tmp_path: Path) -> None:
+    """Of such a weight without masters other formats have one: nanotron's own files are written as they are."""
+    with_masters, without = Run(pp=2), Run(pp=2, masters=False)
+    runs = {"source": without, "like": without} | {side: with_masters}
+    for name, run in runs.items():
+        held = {key: tensor.float() if key[1] == "weight" else tensor for key, tensor in values(run).items()}
+        write(run, tmp_path / name, held)
+    with pytest.raises(ModelMismatch, match=r"has the states .* in the source and .* in --like") as raised:
+        convert(str(tmp_path / "source"), str(tmp_path / "out"), to="nanotron", like=str(tmp_path / "like"))
+    assert len(raised.value.faults) == len(without.model)
