@@ -1,7 +1,7 @@
 """Megatron-LM's own load of a `fully_reshardable` checkpoint beside ours of the same files, under another topology.
 
 Real Megatron-LM (`load_checkpoint` of training/checkpointing.py, as `pretrain` calls it), fresh interpreters under
-torchrun, by turns; the same build and the same flags but for `--ds-reshard-always`. What every rank then holds,
+torchrun, by turns; the same build and the same flags, without the hooks and with them. What every rank then holds,
 weights, masters and moments, must be equal, or there is no result. One bucket holds all: Megatron-LM's own save shifts
 the states of several.
 Run: python -m benchmarks.megatron [--layers 6] [--runs N] [--release 0.19.2] [--output FOLDER]
@@ -44,7 +44,7 @@ CASES = {  # ranks and flags of the run that saves, and of the one that loads
     "tp 2 to tp 1": (2, " --tensor-model-parallel-size 2", 2, ""),
     "dp 4 to dp 2": (4, "", 2, ""),
 }
-CONTESTANTS = {"megatron": "", "ds_reshard": " --ds-reshard-always"}
+CONTESTANTS = ("megatron", "ds_reshard")
 
 
 def work(given: dict[str, Any]) -> None:
@@ -162,8 +162,8 @@ def loads_of(name: str, sizes: str, release: str, runs: int) -> list[dict[str, A
     try:
         run(saving, release, f"{sizes}{FULLY}{parallel} --save {folder} --save-interval 1", saves=True)
         for number in range(runs):
-            for peer, flag in list(CONTESTANTS.items())[:: 1 if number % 2 else -1]:
-                asked = f"{sizes}{FULLY}{other} --load {folder}{flag}"
+            for peer in CONTESTANTS[:: 1 if number % 2 else -1]:
+                asked = f"{sizes}{FULLY}{other} --load {folder}"
                 told = run(ranks, release, asked, hooked=peer == "ds_reshard")
                 held.append([one.pop("held") for one in told])
                 found.append({"case": name, "contestant": peer, "round": number, "ranks": told})

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol, TypeVar
 from ds_reshard.containers.digests import digests
 from ds_reshard.errors import Fault, InternalError, only_as_saved, raise_faults
 from ds_reshard.model.gc_pause import gc_disabled
-from ds_reshard.operations.ranks import RankReport, Steps, attempt, broadcast, file_faults, gather, rank
+from ds_reshard.operations.ranks import RankReport, Steps, attempt, broadcast, file_faults, gather, rank, unseen_faults
 from ds_reshard.operations.watching import phase
 from ds_reshard.resume.policy import ResumePolicy, differences, policy_differences
 
@@ -49,7 +49,7 @@ class HostLoad(Protocol[F, C, R]):
 
     A host's `choose` takes its own steps, so that a failure of one rank stops none of the others before they agree.
     `agreed` and `fill` are collective, and so is `compare_shards`, which is called only after a difference. `hand_over`
-    checks what the framework will read of a checkpoint that it loads in place of ds_reshard, and changes the choice.
+    changes the choice, and checks what the framework will read in place of ds_reshard.
     """
 
     where: str
@@ -128,14 +128,14 @@ def _find(host: HostLoad[F, C, R], *, run_is_known: bool) -> F:
 class ReadinessReport(NamedTuple):
     """One rank's report before a load changes anything; its size does not depend on the model.
 
-    `arguments` are those of the load, None if ds_reshard does not handle it. `route` is a text of the settings
-    that decide who loads, `loader` is who loads, and `reshards_states` is true if optimizer states change their layout.
-    With `can_hand_over` the framework could load the checkpoint, too: this run has the layout that was saved.
-    `signatures` are digests of the facts in the model and optimizer shards that this rank opened; `shard_checksums`
-    pairs a digest of the checksums of each optimizer shard with its name. `fingerprinted` is a column of the
-    grid, with a digest of the names of tensors whose fingerprints its ranks will add up. `file_sets` pairs a digest of
-    paths with a digest of contents, for the files that every rank reads, and for the shards that this rank opened;
-    `files` has the path of each of these shards, with a digest of its contents.
+    `arguments` are those of the load, None if ds_reshard does not handle it. `route` is a text of the settings that
+    decide who loads, `loader` is who loads, `seen` is False if this rank sees no checkpoint, `reshards_states` is true
+    if optimizer states change their layout. With `can_hand_over` the framework could load the checkpoint, too: this run
+    has the layout that was saved. `signatures` are digests of the facts in the model and optimizer shards that this
+    rank opened; `shard_checksums` pairs a digest of the checksums of each optimizer shard with its name.
+    `fingerprinted` is a column of the grid, with a digest of the names of tensors whose fingerprints its ranks add up.
+    `file_sets` pairs a digest of paths with a digest of contents, for the files that every rank reads, and for the
+    shards that this rank opened; `files` has the path of each of these shards, with a digest of its contents.
     """
 
     route: str = ""
@@ -143,6 +143,7 @@ class ReadinessReport(NamedTuple):
     loader: str = ""
     can_hand_over: bool = False
     arguments: Mapping[str, object] | None = None
+    seen: bool = True
     reshards_states: bool = False
     signatures: frozenset[tuple[str, bytes]] = frozenset()
     shard_checksums: frozenset[tuple[bytes, str]] = frozenset()
@@ -152,10 +153,7 @@ class ReadinessReport(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What ranks exchange only after a difference: the digest of each file that this rank has read, by its path.
-
-    `shards` compares the shards of all ranks, with their scalar optimizer states if it is given True. Collective.
-    """
+    """What ranks exchange only after a difference: digests of files; shards, with their scalar states if given True."""
 
     files: Callable[[], Mapping[str, bytes]]
     shards: Callable[[bool], list[Fault]]
@@ -181,6 +179,7 @@ def check_ranks_agree(
     if len({one.route for one in ready if one.route}) > 1:  # a rank without a route has reported a fault
         raise_faults([loader_fault(load, alike)], subject=subject)
     failed, subject = any(one.faults for one in reports), f"loading {folder}"
+    raise_faults([] if failed else unseen_faults(load, [one.seen for one in ready]), subject=f"loading {load}")
     can_hand_over = not failed and all(one.can_hand_over for one in ready)
     if not failed and len({one.loader for one in ready}) > 1:
         if can_hand_over:
@@ -192,8 +191,7 @@ def check_ranks_agree(
         if can_hand_over:
             return False
         _refuse_other_files(details.files, subject=subject)
-    # Decide from the gathered reports only: a rank that failed to open its files has no checkpoint, but must still take
-    # part in the next collective.
+    # From the reports alone: a rank that failed to open its files must still take part in the next collective.
     both = (pairs for one in ready for pairs in (one.signatures, one.shard_checksums))
     differ = _has_conflicts(pair for pairs in both for pair in pairs)
     if any(one.signatures for one in ready) and (failed or differ):

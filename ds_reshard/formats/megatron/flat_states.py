@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 
-from ds_reshard.containers.dcp_directory import Chunk, Directory
+from ds_reshard.containers.dcp_directory import Chunk, Directory, Place
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout
 from ds_reshard.formats.megatron.buckets import Bucket, Slot, boxes_between, bucket_size_of, buckets_of, shards_of
 from ds_reshard.formats.megatron.checkpoint import read_object
@@ -102,9 +102,8 @@ def find_states(
             left.setdefault(f"{match[1]}.{match[2]}", []).append(match[3])
     seen, known = dict[tuple[str, tuple[Box, ...]], int](), set[str]()
     for rank, chunk, buckets in laid_out(arguments, weights, chained=any(key.startswith("chained_1.") for key in left)):
-        sizes = [
-            _numbers(directory, f"{rank.prefix}.{name}") for name in ("per_bucket_numel", "per_bucket_numel_unpadded")
-        ]
+        names = (f"{rank.prefix}.per_bucket_numel", f"{rank.prefix}.per_bucket_numel_unpadded")
+        sizes = [bucket_numels(directory.objects, name) for name in names]
         dtype = _same(directory, rank, chunk, sizes, buckets, found.faults)
         known.update(slot.name for bucket in buckets for _, slot in bucket.slots)
         for number, bucket in enumerate(buckets if dtype is not None else ()):
@@ -317,9 +316,9 @@ def _held(placement: Placement, expert: int | None, number: int, size: int) -> S
     return boxes if len(boxes) == 1 else boxes[number::size]
 
 
-def _numbers(directory: Directory, name: str) -> list[dict[str, list[int]]] | None:
+def bucket_numels(objects: Mapping[str, Place], name: str) -> list[dict[str, list[int]]] | None:
     """Sizes of each chunk's buckets, by the types of the buffer; None where they are not there."""
-    place = directory.objects.get(f"{name}/shard_0_1")
+    place = objects.get(f"{name}/shard_0_1")
     held = read_object(place) if place is not None else None
     if not isinstance(held, list):
         held = [held]

@@ -132,12 +132,13 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchFormat(SavedState):
-    """What the files tell; the shards are the folders, and each piece is a buffer of one."""
+    """What the files tell; the shards are the folders, pieces their buffers. `random` has states by tp, pp, ep rank."""
 
     replicas: Mapping[Holder, Layout]
     arguments: Mapping[str, object]
     extents: Sequence[Mapping[str, Extent]]
     shown: Shown
+    random: Mapping[tuple[int, int, int], object]
     distributed: bool = True
     flat: bool = False
     ungrouped: str = ""
@@ -192,9 +193,7 @@ def open_torch_format(folder: str, *, optimizer: bool = True) -> TorchFormat:
     seen = Counter[tuple[TensorKey, tuple[Box, ...]]]()
     for rank in ranks:
         begin, held = len(extents), Counter[TensorKey]()
-        for piece in _pieces(
-            rank, faults
-        ):  # of experts a rank has several of one tensor: each is in a shard of its own
+        for piece in _pieces(rank, faults):  # of one tensor's experts each is in a shard of its own
             shard = begin + held[piece.key]
             if shard == len(extents):
                 extents.append({})
@@ -222,6 +221,7 @@ def open_torch_format(folder: str, *, optimizer: bool = True) -> TorchFormat:
         arguments=first.arguments,
         extents=extents,
         shown=_shown(ranks, chain),
+        random={(rank.tp, rank.pp, rank.ep): rank.held["rng_state"] for rank in ranks if "rng_state" in rank.held},
         ungrouped=ungrouped,
         ranks=counted(first.arguments.get("data_parallel_size")),
         notes=() if names or "optimizer" not in first.held else (_NAMELESS,),

@@ -4,25 +4,18 @@ Megatron matches by `param_group_identifier_keys`, up to 0.18.2 (wd_mult, lr_mul
 is_decoupled_lr): groups that differ in their bounds alone (muP; `decoupled_lr`, for which is_decoupled_lr stays
 False) share a key, and the last one's values go to all of them. From 0.19 the key holds the bounds themselves,
 and a run that changes one matches nothing (core/optimizer/optimizer.py and distrib_optimizer.py).
-
-Groups that a `torch_dist` checkpoint keeps among its tensors are read here before any tensor is.
-`DistributedOptimizer.sharded_state_dict` (distrib_optimizer.py, 0.16.1 to 0.19.2) makes a sharded object of them for
-every sharding type but `fully_reshardable`. Megatron reads it together with the tensors, so an error about groups
-would come when weights have been replaced.
 """
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from ds_reshard.containers.dcp_directory import Place, read_directory
-from ds_reshard.errors import CheckpointNotFound, Fault, ParamGroupMismatch, ReshardError, UnsafePickle
-from ds_reshard.formats.megatron.checkpoint import read_object, saved_groups
+from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.hosts.megatron.live import Group, as_number
+from ds_reshard.hosts.megatron.pieces import is_mixed
 from ds_reshard.resume.megatron import OVERRIDE
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -248,63 +241,29 @@ def _describe(group: Group) -> str:
     return f"({', '.join(held)})"
 
 
-Read = Callable[[str], list[Group] | None]
+def states_of(optimizer: object, saved: Sequence[Group]) -> object:
+    """Saved groups as the state of an optimizer, or of a chain of them, without tensors.
 
-
-def with_sharded_groups(optimizer: object, state: object, folder: str) -> object:
-    """The saved state of an optimizer with the groups that lie among the tensors put where they would come to be.
-
-    Every rank calls it with its own optimizer, and reads a few kilobytes. What cannot be read stays as it is.
+    Entry i names the parameters of live group i, whichever group its values are of: states go by name here.
     """
-    places = functools.cache(lambda: _places(folder))
-
-    def read(key: str) -> list[Group] | None:
-        place = places().get(key)
-        return _read(place) if place is not None else None
-
-    return _filled(optimizer, state, read, "")
+    states = [_state(part, saved) for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    return states[0] if len(states) == 1 else dict(enumerate(states))
 
 
-def _filled(optimizer: object, state: object, read: Read, prefix: str) -> object:
-    """`ChainedOptimizer` prefixes the key with the place in the chain, unless it is a chain of one."""
-    chained = getattr(optimizer, "chained_optimizers", None)
-    if chained is not None and len(chained) == 1:
-        return _filled(chained[0], state, read, prefix)
-    if chained is not None:
-        held = state if isinstance(state, Mapping) else {}
-        return {
-            index: _filled(one, held.get(index), read, f"{prefix}chained_{index}.") for index, one in enumerate(chained)
-        }
-    number = getattr(optimizer, "data_parallel_group_idx", None)
-    if number is None or getattr(optimizer, "optimizer", None) is None or saved_groups(state) is not None:
-        return state
-    groups = read(f"{prefix}optimizer.distributed.dp_group_idx_{number}.optimizer/shard_0_1")
-    held = state if isinstance(state, Mapping) else {}
-    return state if groups is None else {**held, "optimizer": {"param_groups": groups}}
+def _state(part: object, saved: Sequence[Group]) -> dict[str, object]:
+    inner = getattr(part, "optimizer", None)
+    live = inner.state_dict()["param_groups"] if inner is not None else []
+    groups = dealt(saved, live)
+    for group, mine in zip(groups, live, strict=False):
+        group["params"] = mine["params"]
+    held: dict[str, object] = {"state": {}, "param_groups": groups}
+    return {"optimizer": held, "fp32_from_fp16_params": []} if is_mixed(part) else held
 
 
-def _places(folder: str) -> dict[str, Place]:
-    """Where every object of a checkpoint lies, by its name."""
-    try:
-        return dict(read_directory(folder).objects)
-    except CheckpointNotFound:  # on a store that is no file system, which Megatron reads through a library of its own
-        return {}
-
-
-def _read(place: Place) -> list[Group] | None:
-    """Groups without what is no plain value: a learning rate may have been saved as a tensor.
-
-    None where the file is not as it should be, which Megatron's own reading will say.
-    """
-    try:
-        groups = saved_groups(read_object(place))
-    except UnsafePickle:
-        raise
-    except ReshardError:
-        return None
-    if groups is None:
-        return None
-    return [{name: value for name, value in group.items() if is_plain(value)} for group in groups]
+def plain_groups(chain: Sequence[Sequence[Group]]) -> list[Group]:
+    """The groups of a chain of optimizers without what is no plain value: a learning rate may have been a tensor."""
+    found = [group for groups in chain for group in groups]
+    return [{k: v for k, v in group.items() if k != "params" and is_plain(v)} for group in found]
 
 
 def is_plain(value: object) -> bool:

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, cast
 
-from ds_reshard.errors import Fault
 from ds_reshard.hooks import Call
 from ds_reshard.model.context_value import context_value
 from ds_reshard.resume.megatron import Schedule
@@ -116,16 +115,16 @@ class Found:
 class Load:
     """One call of `load_checkpoint`, or of a part's `load_state_dict` in a loop of the user's own.
 
-    `found` is None until a checkpoint has been read, and stays so where there is none. `own_loop` says that
-    Megatron's training did not make the call, so that nothing comes after it. `optimizer` and `scheduler` are
-    what the load goes into, `where` how messages name the checkpoint. `read_in_place` says that states go by the
-    name of their parameter, as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says
-    that it reads the weights of `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then
-    `finetune` alone. `matched` are the optimizers whose saved groups have been
-    looked at, with these in live order. `before` has the counters from before the load, by the names of their rows,
-    `random` the random states that Megatron has read.
-    `models` are the chunks of the model, `buffers` what is wrong with sizes of flat buffers that Megatron is to load.
-    `scanned` is the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors.
+    `found` is None until a checkpoint has been read, and stays so where there is none. `own_loop` says that Megatron's
+    training did not make the call, so that nothing comes after it. `optimizer` and `scheduler` are what the load goes
+    into, `where` how messages name the checkpoint. `read_in_place` says that states go by the name of their parameter,
+    as in `torch_dist` checkpoints, and are read into the live ones. `another_model` says that it reads the weights of
+    `--pretrained-checkpoint`, to which the policy was not meant to apply: it is then `finetune` alone. `matched` are
+    the optimizers whose saved groups have been looked at, with these in live order. `before` has the counters from
+    before the load, by the names of their rows, `random` the random states that Megatron has read. `groups` are saved
+    param groups that lie among the tensors, which Megatron reads with them, and so too late. `models` are the chunks of
+    the model, `scanned` the folder whose pickles have passed. `taken` is set where Megatron does not load the tensors,
+    `unread` says why it does.
     """
 
     policy: ResumePolicy
@@ -141,8 +140,9 @@ class Load:
     matched: list[tuple[Optimizer, list[Group]]] = field(default_factory=list)
     scanned: str = ""
     taken: Taken | None = None
+    unread: str = ""
+    groups: list[Group] = field(default_factory=list)
     models: object | None = None
-    buffers: list[Fault] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 

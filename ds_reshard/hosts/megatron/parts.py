@@ -216,7 +216,7 @@ def _by_megatron(
 _POSITION = "_ds_reshard_position"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 LATE = "resuming, but late: the model has the checkpoint's weights already, so end this process"
-"""Only where groups could not be read beforehand (`with_sharded_groups`) does Megatron bring them this late."""
+"""Only where groups could not be read beforehand does Megatron bring them this late."""
 _HOLDERS = ("optimizer", "optimizer_state_dict")
 
 

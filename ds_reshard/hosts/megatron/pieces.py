@@ -64,24 +64,27 @@ def pieces_of(models: object) -> list[Piece]:
     """
     from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
-    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
 
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     found = []
     for model in unwrap_model(models):
+        if not hasattr(model, "sharded_state_dict") or hasattr(model, "hide_loss_modules"):  # as of ModelOpt
+            raise unsupported(type(model).__name__, "does not say where its tensors lie (sharded_state_dict)")
         told = model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": group})
         for one in nested_values(told):
             if isinstance(one, ShardedTensorFactory):
                 found.append(_piece(one.data, list(nested_values({0: one.build()}))))
             elif isinstance(one, ShardedTensor):
                 found.append(_piece(one.data, [one]))
+            elif isinstance(one, ShardedObject) and not one.key.endswith("._extra_state"):  # scales of fp8
+                raise unsupported(one.key, "is no tensor, and only tensors are filled here")
     return found
 
 
-def _unsupported(where: str, what: str) -> UnsupportedLayout:
-    mend = "load it under the topology that saved it"
-    return UnsupportedLayout(f"{where}: {what}; {mend}", [UnsupportedLayout.fault(where, what, mend=mend)])
+def unsupported(where: str, what: str) -> UnsupportedLayout:
+    return UnsupportedLayout.of(where, what, mend="load it under the topology that saved it")
 
 
 class _Told(Protocol):
@@ -113,7 +116,7 @@ def _piece(live: torch.Tensor, told: Sequence[_Told]) -> Piece:
     ends = [0, *(tile.element_offset + tile.box.numel for tile in tiles)]
     whole = ends[:-1] == [tile.element_offset for tile in tiles] and ends[-1] == live.numel()
     if len(names) != 1 or len(shapes) != 1 or not whole or not all(one.data.is_contiguous() for one in told):
-        raise _unsupported(told[0].key, "where it lies in the whole tensor is not told as boxes that follow each other")
+        raise unsupported(told[0].key, "where it lies in the whole tensor is not told as boxes that follow each other")
     padded = any(one.allow_shape_mismatch for one in told)
     return Piece(name=names.pop(), shape=shapes.pop(), tiles=tuple(tiles), tensor=live, padded=padded)
 
@@ -127,7 +130,7 @@ def shares_of(optimizer: object, pieces: Sequence[Piece]) -> list[Share]:
             piece = known.get(id(param))
             if piece is None:
                 what = f"trains a parameter of shape {tuple(param.shape)} that the model does not save"
-                raise _unsupported(type(part).__name__, what)
+                raise unsupported(type(part).__name__, what)
             found.append(Share(piece=piece, start=start, stop=stop, part=part, master=master))
     return found
 

@@ -1,9 +1,9 @@
 """Whether a checkpoint will load into a run of Megatron-LM that is still to come: what a load decides, decided before.
 
 Megatron's own parser reads the command line and its `validate_args` checks it, for that many ranks, as in the run. Who
-loads and what is refused is decided by the functions of a load (`topology`, `direct`, `training`, `parts`), given a
-scheduler that is Megatron's own and an optimizer without parameters: the model is the script's, and is not built. So
-sizes are compared as the two command lines tell them, and param groups are taken to be those that were saved.
+loads and what is refused is decided by the functions of a load (`topology`, `load`, `direct`, `training`, `parts`),
+given a scheduler that is Megatron's own and an optimizer without parameters: the model is the script's, and is not
+built. So sizes are compared as the two command lines tell them, and param groups are taken to be those that were saved.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from ds_reshard.errors import (
     ParamGroupMismatch,
     ReshardError,
     UnsupportedLayout,
-    error_of,
     faults_of,
     raise_faults,
 )
 from ds_reshard.formats.megatron.checkpoint import Group, chain_of
 from ds_reshard.formats.megatron.flat_states import experts_apart, size_of
-from ds_reshard.hosts.megatron.direct import MODEL, Taken, decided_by, kinds_read, other_vocabulary, random_kept
+from ds_reshard.hosts.megatron.direct import MODEL, Taken, kinds_read, same_grid, vocabulary_faults
 from ds_reshard.hosts.megatron.group_values import policy_faults
 from ds_reshard.hosts.megatron.groups import experts_differ
 from ds_reshard.hosts.megatron.live import Load, Scheduler, in_force
+from ds_reshard.hosts.megatron.load import DIRECT, MEGATRON, left_to_megatron
 from ds_reshard.hosts.megatron.parts import load_scheduler, note_built
 from ds_reshard.hosts.megatron.pickles import refuse_unsafe_iteration
 from ds_reshard.hosts.megatron.report import foreseen, training_report
-from ds_reshard.hosts.megatron.topology import Saved, find_saved, unfillable
+from ds_reshard.hosts.megatron.topology import Saved, find_saved, hindrances, unfillable
 from ds_reshard.hosts.megatron.training import announced_faults, look, policy_of, tell_megatron
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import WEIGHT
@@ -133,7 +133,7 @@ class _Forecasting:
         self.run: Mapping[str, object] = {}
         self.saved: Saved | None = None
         self.source: Checkpoint | None = None
-        self.why: list[str] = []
+        self.unread = ""
         self.wanted = True
         self.report: ResumeReport | None = None
 
@@ -143,14 +143,14 @@ class _Forecasting:
         return Forecast(
             saved=f"{_form(self.saved)}, {_sizes(held)}" if self.saved is not None else "",
             run=_sizes(self.run),
-            loader="ds_reshard" if self.why else "Megatron-LM",
+            loader=MEGATRON if self.unread else DIRECT,
             faults=tuple(dict.fromkeys(self.faults)),
             report=self.report,
             batch={name: (held.get(name), self.run[name]) for name in names if name in self.run and held},
             costs=self._costs(),
             world=self.world,
             nodes=nodes,
-            buffer_nbytes=MEMORY_NBYTES if self.why else 0,
+            buffer_nbytes=0 if self.unread else MEMORY_NBYTES,
             tag=str(self.run["ckpt_step"]) if self.run.get("ckpt_step") else None,
             notes=tuple(self.notes),
         )
@@ -174,15 +174,11 @@ class _Forecasting:
         own_adam = self.wanted and _own_adam(arguments)
         if own_adam:
             self.notes.append("neither Apex nor Transformer Engine is here: the run's Adam is taken to be torch's own")
-        self.why = decided_by(saved, arguments, self.wanted, _apart(self.run), own_adam=own_adam) or []
-        if self.why:
-            self.notes.append(f"ds_reshard loads because of: {'; '.join(self.why)}")
-            unfit = unfillable(saved, self.run, "; ".join(self.why), optimizer=self.wanted)
-            raise_faults(unfit, subject=f"loading {saved.folder}")
-        self._open(saved, arguments, load)
-        self.faults += _other_model(saved, arguments, taken=bool(self.why), optimizer=self.wanted)
-        if self.why:  # ds_reshard fills the rows of embeddings
-            self.faults += other_vocabulary(saved.arguments, self.run, saved.folder, tokens)
+        self._open(saved, arguments, load, own_adam=own_adam)
+        self.faults += _other_model(saved, arguments, taken=not self.unread, optimizer=self.wanted)
+        if not self.unread:  # ds_reshard fills the rows of embeddings
+            runs = saved.arguments, self.run
+            self.faults += vocabulary_faults(load, runs, saved.folder, tokens=tokens)
         load.scheduler = _scheduler(words, arguments)
         odd = [(name, why) for name, why in UNDRAWN.items() if getattr(arguments, name, None)]
         self.notes += [f"--{name.replace('_', '-')}: {why}: rates are not foreseen" for name, why in odd]
@@ -194,7 +190,6 @@ class _Forecasting:
         from megatron.training.arguments import add_megatron_arguments, validate_args
 
         parser = add_arguments(add_megatron_arguments(FlagParser(add_help=False, allow_abbrev=False)))
-        parser.add_argument("--ds-reshard-always", action="store_true")
         arguments, rest = parser.parse_known_args([*words, "--load", self.path])
         unread = ", ".join(word.partition("=")[0] for word in rest if word.startswith("--"))
         if unread:
@@ -224,26 +219,26 @@ class _Forecasting:
         listing = find_listing(self.path, None)  # raises where nothing is there
         what = "is no checkpoint that this load is foreseen of: Megatron-LM reads it itself, or begins from the start"
         mend = f"give the folder of --save of a run with --ckpt-format torch_dist or torch, not {listing.folder}"
-        raise error_of([CheckpointNotFound.fault(self.path, what, mend=mend)], subject="preflight")
+        raise CheckpointNotFound.of(self.path, what, mend=mend)
 
-    def _open(self, saved: Saved, arguments: Namespace, load: Load) -> None:
+    def _open(self, saved: Saved, arguments: Namespace, load: Load, *, own_adam: bool) -> None:
         """The files of every rank; where Megatron reads them, what is not read here is Megatron's to check."""
+        apart = _apart(self.run)
+        hindered = hindrances(saved, self.run, optimizer=self.wanted, apart=apart, own_adam=own_adam)
         try:
-            self.source = open_checkpoint(find_listing(saved.folder, None), whole=True, optimizer=self.wanted)
-            raise_faults(self.source.index.faults, subject=f"loading {saved.folder}")
-            if self.wanted and self.why:
-                faults: list[Fault] = []
-                kinds_read(self.source, load.policy, _ComingOptimizer(arguments), faults)
-                raise_faults(faults, subject=f"loading {saved.folder}")
-            self.notes += self.source.notes if self.wanted else ()
-        except UnsupportedLayout as error:
-            if self.why:
-                raise
-            self.notes.append(f"its files are not read here: {str(error).splitlines()[0]}")
-        strictness = getattr(arguments, "dist_ckpt_strictness", "assume_ok_unexpected")
-        if not self.why and strictness != "assume_ok_unexpected":
-            self.notes.append(f"what --dist-ckpt-strictness {strictness} refuses, Megatron-LM alone says")
-        if self.why and self.wanted:
+            source = self.source = open_checkpoint(find_listing(saved.folder, None), whole=True, optimizer=self.wanted)
+            faults = [*unfillable(saved, self.run, hindered, optimizer=self.wanted), *source.index.faults]
+            if self.wanted:
+                kinds_read(source, load.policy, _ComingOptimizer(arguments), faults)
+            raise_faults(faults, subject=f"loading {saved.folder}")
+            self.notes += source.notes if self.wanted else ()
+        except ReshardError as error:
+            self.unread = left_to_megatron(faults_of(error), saved, hindered)
+            self.notes.append(f"Megatron-LM loads it: {self.unread}")
+            strictness = getattr(arguments, "dist_ckpt_strictness", "assume_ok_unexpected")
+            if strictness != "assume_ok_unexpected":
+                self.notes.append(f"what --dist-ckpt-strictness {strictness} refuses, Megatron-LM alone says")
+        if not self.unread and self.wanted:
             self.notes.append("that each weight is the cast of its master, the load proves: --deep proves it here")
 
     def _tokens(self, arguments: Namespace) -> int | None:
@@ -265,13 +260,15 @@ class _Forecasting:
         state = {str(name): value for name, value in saved.common.items()} | {
             "args": SimpleNamespace(**saved.arguments)
         }
-        load.read_in_place = saved.whole or bool(self.why)
-        if self.why and self.source is not None:
-            random = () if random_kept(saved, self.run) else None
-            load.taken = Taken(saved=saved, why=self.why, source=self.source, random=random)
+        load.read_in_place, load.unread = saved.whole or not self.unread, self.unread
+        if not self.unread and self.source is not None:
+            same = same_grid(saved, self.run)
+            random = () if same and not saved.arguments.get("no_save_rng") else None
+            load.taken = Taken(saved=saved, source=self.source, same_grid=same, random=random)
+            state |= {"rng_state": random} if random is not None else {}
             if self.wanted and not _apart(self.run):
                 self.faults += experts_differ(load.taken.groups(), saved.folder)
-        self.faults += look(load, state, False, "GLOBAL" if saved.whole and not self.why else "LEGACY", arguments)
+        self.faults += look(load, state, False, "GLOBAL" if saved.whole and self.unread else "LEGACY", arguments)
         if self.faults or load.found is None:
             return
         policy = load.policy

@@ -34,6 +34,7 @@ logger = logging.getLogger("ds_reshard")
 _OF_GROUP = ("lr", "max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULE = tuple(name for name in FIELDS if name not in BOUNDS)
 _FROM_CHECKPOINT, _FROM_WEIGHTS, _ZERO = "from the checkpoint", "from the loaded weights", "zero"
+OTHER_GRID = "other model-parallel sizes than were saved"
 _KEPT, _OWN, _NONE = "as before this load", "of this run", "none on this rank"
 
 
@@ -217,11 +218,13 @@ def _rest(load: Load, arguments: Namespace, left: Left) -> Iterator[Row]:
     kept = policy.rng and not policy.finetune and there and not arguments.no_load_rng and same
     why = because(policy, "iteration") if policy.finetune else "host" if policy.rng else "--no-load-rng"
     why = why if there or why != "host" else "none were saved"
+    if load.unread or load.taken is not None:
+        yield Row.of(
+            "tensors read by", None, None, "Megatron-LM" if load.unread else "ds_reshard", load.unread or "host"
+        )
     if load.taken is not None:
-        told = "; ".join(load.taken.why)
-        yield Row.of("tensors read by", None, "Megatron-LM", "ds_reshard", told)
         kept = kept and load.taken.random is not None
-        why = why if kept or why != "host" else told
+        why = why if kept or why != "host" or load.taken.same_grid else OTHER_GRID
     yield Row.of("random states", None, None, _FROM_CHECKPOINT if kept and left.random else _OWN, why)
     for name, label in (("data_parallel_size", "data parallel size"), ("global_batch_size", "global batch size")):
         now = getattr(arguments, name, None)

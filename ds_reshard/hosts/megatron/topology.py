@@ -1,6 +1,6 @@
-"""Which loads Megatron-LM does right, and which it refuses or gets wrong: told by the two runs' arguments alone.
+"""Which checkpoint a run loads, what of it is not filled here, and what then hinders Megatron-LM's own load.
 
-What it does was seen of 0.18.2 and 0.19.2, cell by cell (docs/megatron.md has the table).
+What Megatron does was seen of 0.18.2 and 0.19.2, cell by cell (docs/megatron.md has the table).
 """
 
 from __future__ import annotations
@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import methodcaller
 from pathlib import PurePath
 
 from ds_reshard.containers import folders
@@ -37,6 +39,7 @@ from ds_reshard.formats.megatron.checkpoint import (
 )
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
+from ds_reshard.model.records import ObjectRecord
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -58,7 +61,9 @@ three loads `load_parameter_state_from_dp_reshardable` and `_from_dp_zero` alone
 """
 _SGD = "Megatron-LM makes no states of SGD for torch_dist to load into"
 """A TypeError: `init_state_fn` of SGD is None (core/optimizer/__init__.py and optimizer.py, 0.18.2 and 0.19.2)."""
+_OTHER_STEP = "of format torch it takes moments and iteration of what the tracker file names, whatever --ckpt-step says"
 OWN_ADAM = "the distributed optimizer steps by torch's own Adam"
+"""Megatron finds no step where it looks for it: a KeyError, or an AssertionError without a word (HAVE_APEX_OR_TE)."""
 _LEAST_VERSION = 3.0
 """Of a checkpoint (`checkpoint_version`): older ones order queries, keys and values otherwise."""
 
@@ -265,25 +270,6 @@ def release_faults(where: str, policy: ResumePolicy, step: object) -> list[Fault
     return [ConfigError.fault(where, what, mend="add --finetune and leave out the others")]
 
 
-def step_faults(where: str, arguments: object) -> list[Fault]:
-    """Moments of another iteration: for `torch` with the distributed optimizer Megatron reads `distrib_optim.pt`, and
-    the iteration to go on from, by the tracker file and not by `--ckpt-step` (`load_checkpoint`, 0.18.2 and 0.19.2).
-    """
-    if not getattr(arguments, "ckpt_step", None) or not getattr(arguments, "use_distributed_optimizer", False):
-        return []
-    folder = PurePath(where)
-    try:
-        with open(folder.parent / TRACKER, encoding="utf-8") as file:
-            latest = file.read(20).strip()
-    except (OSError, ValueError):
-        latest = "nothing that can be read"
-    if latest.isdecimal() and folder.name == f"iter_{int(latest):07d}":
-        return []
-    what = "Megatron-LM would load its weights, and moments and iteration of the checkpoint that the tracker file names"
-    mend = f"write the iteration into {folder.parent / TRACKER} in place of --ckpt-step, or add --no-load-optim"
-    return [UnsupportedLayout.fault(where, what, folder.name, latest, mend=mend)]
-
-
 def missing_file(path: str) -> list[Fault]:
     """A fault where a rank's file of format `torch` is not there, as a save leaves that was killed, or a copy.
 
@@ -303,64 +289,58 @@ def _latest(folder: str) -> int:
     return int(told) if told.isdecimal() else 0 if told == "release" else -1
 
 
-def reasons(saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: bool) -> list[str]:
-    """Why Megatron cannot load it into this run, or would not load it right; empty where it does it right.
+def hindrances(
+    saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: bool, own_adam: bool = False
+) -> list[str]:
+    """Why Megatron cannot load it into this run, or would not load it right; empty if it does it right.
 
-    `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own.
+    `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own,
+    `own_adam` whether its distributed optimizer steps by torch's own Adam.
     """
-    names = {True: "not tied", False: "tied"}
-    tied = [names[bool(arguments.get(_UNTIED))] for arguments in (saved.arguments, run)]
-    if _UNTIED in saved.arguments and tied[0] != tied[1]:
-        return [f"embeddings {tied[0]} as saved, {tied[1]} now"]
-    if saved.whole and not optimizer:
-        return []
-    told = "experts have an optimizer of their own in one of the two runs alone"
-    chains = [told] * (optimizer and not saved.arguments.get("no_save_optim") and saved.apart is not apart)
-    layer_wise = [bool(arguments.get(_LAYER_WISE)) for arguments in (saved.arguments, run)]
-    if optimizer and layer_wise[0] is not layer_wise[1]:
-        return ["a layer-wise optimizer in one of the two runs alone"]
+    if is_url(str(run.get("load"))):
+        return ["it is read by URL"]
+    runs = saved.arguments, run
+    tied = [not arguments.get(_UNTIED) for arguments in runs]
+    layer_wise = [bool(arguments.get(_LAYER_WISE)) for arguments in runs]
     distributed = bool(run.get("use_distributed_optimizer")) or (layer_wise[1] and saved.distributed)
-    plain = not saved.distributed and not distributed
-    weights = [_weights(arguments) for arguments in (saved.arguments, run)]
-    masters = plain and optimizer and (weights[0] == "fp32") is not (weights[1] == "fp32")
-    parted = [f"weights of {weights[0]} as saved, of {weights[1]} now"] * masters
-    if plain and saved.whole and optimizer and _both_sgd(saved, run):
-        return [_SGD]
-    if plain and saved.whole:
-        return chains + parted
-    if saved.whole and saved.distributed and saved.sharding not in ("dp_reshardable", "fully_reshardable"):
-        return [f"its optimizer's state is of sharding type {saved.sharding}"] * (saved.sharding not in _MEGATRONS)
-    found = []
-    if optimizer and saved.distributed is not distributed:
-        kinds = {True: "a distributed optimizer", False: "one that is not distributed"}
-        found.append(f"the state of {kinds[saved.distributed]} goes into {kinds[not saved.distributed]}")
-    if saved.sharding == "fully_reshardable":
-        return found + chains
-    for name, label in _SIZES.items():
-        sizes = [_size(arguments, name) for arguments in (saved.arguments, run)]
-        if sizes[0] != sizes[1]:
-            found.append(f"{label} {sizes[0]} as saved, {sizes[1]} now")
-    stages = [_stages(arguments) for arguments in (saved.arguments, run)]
-    if stages[0] != stages[1] and not found:
-        found.append("other layers of each pipeline stage")
-    rows = [arguments.get("padded_vocab_size") for arguments in (saved.arguments, run)]
-    if all(rows) and rows[0] != rows[1] and not found:
-        found.append(f"a vocabulary padded to {rows[0]} rows as saved, to {rows[1]} now")
-    layers = [arguments.get("transformer_impl") for arguments in (saved.arguments, run)]
-    if layers[0] != layers[1]:
-        found.append(f"layers of {layers[0]} as saved, of {layers[1]} now")
-    experts = [_grouped(arguments) for arguments in (saved.arguments, run)]
-    if experts[0] is not experts[1] and not found:
-        found.append("the experts' matrices grouped (moe_grouped_gemm) in one of the two runs alone")
-    types = [_types(arguments) for arguments in (saved.arguments, run)]
-    if optimizer and saved.distributed and types[0] != types[1]:
-        found.append(f"{types[0]} as saved, {types[1]} now")
-    if optimizer and saved.distributed and _buckets(saved.arguments) != _buckets(run):
-        found.append("other buckets of gradients")
-    views = saved.distributed and distributed and weights == ["fp32", "fp32"]
-    if optimizer and views and not found and not any(map(run.get, _STATES_NOT_FILLED)):
-        found.append(_FP32_SHARDS)
-    return found + parted or chains
+    states = optimizer and not saved.arguments.get("no_save_optim")
+    alone = {
+        "tied embeddings": tied if _UNTIED in saved.arguments else (),
+        "a layer-wise optimizer": layer_wise if optimizer else (),
+        "a distributed optimizer": (saved.distributed, distributed) if optimizer else (),
+        "an optimizer of experts": (saved.apart, apart) if states else (),
+    }
+    found = [f"{what} in one of the two runs alone" for what, sides in alone.items() if len(set(sides)) > 1]
+    if found or (saved.whole and not optimizer):
+        return found
+    found += [OWN_ADAM] * own_adam
+    if optimizer and not saved.whole and distributed:
+        latest = iteration_name(latest_iteration(os.path.dirname(saved.folder)))
+        found += [_OTHER_STEP] * (latest != os.path.basename(saved.folder))
+    if saved.whole and saved.distributed:
+        if saved.sharding not in ("dp_reshardable", "fully_reshardable", *_MEGATRONS):
+            return [f"its optimizer's state is of sharding type {saved.sharding}"]
+        if saved.sharding != "dp_reshardable":
+            return found
+    if optimizer and not distributed:
+        found += [_SGD] * (saved.whole and _both_sgd(saved, run))
+        found += _differing(runs, {"weights": _weights}) if any(_weights(one) == "fp32" for one in runs) else []
+    if saved.whole and not saved.distributed:
+        return found
+    found += _differing(runs, {**_OF_FILES, **(_OF_BUCKETS if optimizer and saved.distributed else {})})
+    views = optimizer and saved.distributed and [_weights(one) for one in runs] == ["fp32", "fp32"]
+    return found or [_FP32_SHARDS] * (views and not any(map(run.get, _STATES_NOT_FILLED)))
+
+
+def _differing(
+    runs: Sequence[Mapping[str, object]], rows: Mapping[str, Callable[[Mapping[str, object]], object]]
+) -> Iterator[str]:
+    """What of the rows is not the same in the saved run and in this one; what one of them does not tell is."""
+    for label, value in rows.items():
+        was, now = map(value, runs)
+        if was != now and was is not None and now is not None:
+            plain = isinstance(was, int | str) and isinstance(now, int | str)
+            yield f"{label} {was} as saved, {now} now" if plain else f"other {label}"
 
 
 def _both_sgd(saved: Saved, run: Mapping[str, object]) -> bool:
@@ -414,7 +394,7 @@ def _types(arguments: Mapping[str, object]) -> str:
     """What Megatron keeps buckets apart by, and finds them by (`gbuf_ranges`, core/optimizer/distrib_optimizer.py)."""
     weights = _weights(arguments)
     gradients = "fp32" if arguments.get("accumulate_allreduce_grads_in_fp32") else weights
-    return f"weights of {weights} with gradients of {gradients}"
+    return f"{weights}, {gradients}"
 
 
 def _weights(arguments: Mapping[str, object]) -> str:
@@ -439,20 +419,52 @@ _STATES_NOT_FILLED = (
 )
 
 
-def unfillable(saved: Saved, run: Mapping[str, object], why: str, *, optimizer: bool) -> Iterator[Fault]:
-    """The options under which a run is not filled from files here; Megatron does not do it either."""
+_OF_FILES: Mapping[str, Callable[[Mapping[str, object]], object]] = {
+    **{label: partial(_size, name=name) for name, label in _SIZES.items()},
+    "layers of each pipeline stage": _stages,
+    **{name: methodcaller("get", name) for name in ("padded_vocab_size", "transformer_impl")},
+    "moe_grouped_gemm": _grouped,
+}
+"""What the files of format `torch` follow, and flat buckets."""
+_OF_BUCKETS: Mapping[str, Callable[[Mapping[str, object]], object]] = {
+    "weights and gradients": _types,
+    "buckets of gradients": lambda arguments: (_buckets(arguments),),
+}
+
+
+def unfillable(saved: Saved, run: Mapping[str, object], hindered: Sequence[str], *, optimizer: bool) -> Iterator[Fault]:
+    """The options under which a run is not filled from files here; `hindered` is why Megatron does not do it either."""
     if optimizer and saved.whole and _both_sgd(saved, run):
         mend = "save it with --ckpt-format torch, or add --no-load-optim"
-        yield UnsupportedLayout.fault(saved.folder, f"cannot be loaded with the optimizer: {_SGD}", mend=mend)
+        yield UnsupportedLayout.fault(saved.folder, "cannot be loaded with the optimizer: it is SGD's", mend=mend)
     for name in (*_NOT_FILLED, *(_STATES_NOT_FILLED if optimizer else ())):
         held = [side for side, arguments in (("saved", saved.arguments), ("this run's", run)) if arguments.get(name)]
         if held:
-            what = f"cannot be loaded with {name} ({' and '.join(held)}): {why}"
+            what = f"cannot be loaded with {name} ({' and '.join(held)})"
             mend = "load it as it was saved" if saved.arguments.get(name) else f"load it without {name}"
-            mend = "install Apex or Transformer Engine" if why == OWN_ADAM and len(held) == 2 else mend
+            mend = "install Apex or Transformer Engine" if hindered == [OWN_ADAM] and len(held) == 2 else mend
             mend += ", or add --no-load-optim" if name in _STATES_NOT_FILLED else ""
             yield UnsupportedLayout.fault(saved.folder, what, mend=mend)
     if not optimizer and run.get("load_main_params_from_ckpt"):  # of what is read here Megatron gets no weights
-        what = f"cannot give masters to --load-main-params-from-ckpt, which are the cast of its weights here: {why}"
-        mend = "leave out --load-main-params-from-ckpt"
-        yield UnsupportedLayout.fault(saved.folder, what, mend=mend)
+        what = "cannot give masters to --load-main-params-from-ckpt, which are the cast of its weights here"
+        yield UnsupportedLayout.fault(saved.folder, what, mend="leave out --load-main-params-from-ckpt")
+    hybrid = [
+        bool(one.get("hybrid_layer_pattern") or one.get("hybrid_override_pattern")) for one in (saved.arguments, run)
+    ]
+    if hybrid == [False, True]:
+        what = "is of a GPT model, whose layers Megatron-LM alone deals out to those of a hybrid one"
+        yield UnsupportedLayout.fault(saved.folder, what, mend="load it into the model that was saved")
+    sizes = ("world_size", "data_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
+    same = not hindered and not run.get("finetune") and all(run.get(one) == saved.arguments.get(one) for one in sizes)
+    if same and _reruns(saved.common.get("rerun_state_machine")):
+        what = "was saved while a step was to be run again, and Megatron-LM alone goes on with that"
+        yield UnsupportedLayout.fault(saved.folder, what, mend="load it as it was saved")
+
+
+def _reruns(state: object) -> bool:
+    """Whether a save lies between two runs of a step, which goes on where `load_checkpoint` finds the saved sizes.
+
+    `RerunState.NOT_RUNNING_YET` is 0 (core/rerun_state_machine.py, training/checkpointing.py, 0.18.2 and 0.19.2).
+    """
+    told = state.get("state") if isinstance(state, Mapping) else None
+    return isinstance(told, ObjectRecord) and told.args != (0,)

@@ -7,10 +7,9 @@ Rung 3 of the ladder: module functions, as Megatron publishes no extension point
 * `checkpointing.load_checkpoint` is called by `setup_model_and_optimizer` under the name that `training.py` has
   imported. A method lower down sees neither iteration nor samples. Its first three parameters have not changed from
   0.12 to 0.19.2. Optimizers and scheduler are loaded through their own seams (`parts`), inside.
-* `checkpointing._load_base_checkpoint` is where what was read is looked at before anything of this run changes. Above
-  it nothing has been read; below it the weights have been replaced. For `torch_dist` Megatron calls it twice: first
-  for what all ranks share, and only then for tensors, into the live weights. Whatever is refused is refused in the
-  first call, also about groups that lie among the tensors.
+* `checkpointing._load_base_checkpoint` is given what was read here, or what it has read is looked at before anything
+  of this run changes. For `torch_dist` Megatron calls it twice: first for what all ranks share, and only then for
+  tensors, into the live weights. Whatever is refused is refused in the first call.
 * `training.build_train_valid_test_data_loaders`: Megatron takes an iteration above 0 with no consumed samples for a
   checkpoint from before it counted them, and counts iteration x batch size instead. So setting the samples to 0 is
   not enough.
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
@@ -37,16 +36,15 @@ from ds_reshard.errors import (
     ReshardError,
     ScheduleMismatch,
     UnsupportedLayout,
-    error_of,
     faults_of,
     raise_faults,
     without_secrets,
 )
 from ds_reshard.execution.states import CHANGED
 from ds_reshard.formats.megatron.checkpoint import TRACKER, find_iteration, saved_groups
-from ds_reshard.formats.megatron.torch_format import FLAT_FILE, is_torch_format
+from ds_reshard.formats.megatron.torch_format import is_torch_format
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.megatron.direct import take
+from ds_reshard.hosts.megatron.direct import vocabulary_faults
 from ds_reshard.hosts.megatron.group_values import (
     changed_moments,
     fresh_moments,
@@ -55,8 +53,9 @@ from ds_reshard.hosts.megatron.group_values import (
     policy_faults,
     run_groups,
 )
-from ds_reshard.hosts.megatron.groups import with_sharded_groups
-from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, current, in_force, leaves, with_saved
+from ds_reshard.hosts.megatron.groups import states_of
+from ds_reshard.hosts.megatron.live import Found, Load, Scheduler, as_number, current, leaves, with_saved
+from ds_reshard.hosts.megatron.load import MegatronLoad
 from ds_reshard.hosts.megatron.parts import (
     LATE,
     POSITION,
@@ -67,8 +66,9 @@ from ds_reshard.hosts.megatron.parts import (
 )
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
 from ds_reshard.hosts.megatron.report import publish_training
-from ds_reshard.hosts.megatron.topology import missing_file, release_faults, step_faults
-from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, vocabulary_faults
+from ds_reshard.hosts.megatron.topology import missing_file, release_faults
+from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, own_file
+from ds_reshard.operations.load import load as run_load
 from ds_reshard.operations.ranks import agree, agree_files, attempt, gather_faults, rank
 from ds_reshard.operations.watching import phase, watched
 from ds_reshard.resume import policy_sources
@@ -86,7 +86,7 @@ _SAMPLES = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_s
 def load_checkpoint(call: Call) -> Result:
     """Load a checkpoint as the resume policy says; iteration and floating-point operations so far.
 
-    What Megatron refuses, or gets wrong, is loaded straight from the files (`direct`). Every rank calls it. A load
+    What can be read here is loaded straight from the files (`load`). Every rank calls it. A load
     without optimizer and scheduler, or from another argument than `--load`, brings in another model's weights (a
     teacher, a reference, a dense model to be upcycled) and is left to Megatron, the policy waiting for the load that it
     is about. Raises ConfigError for a policy that contradicts the arguments, and what the seams inside raise.
@@ -100,32 +100,31 @@ def load_checkpoint(call: Call) -> Result:
     load = Load(policy=policy, optimizer=optimizer, scheduler=scheduler, where=str(where), models=call["ddp_model"])
     load.before = _counted(arguments, scheduler)
     before = {name: getattr(arguments, name) for name in _TOLD if hasattr(arguments, name)}
+    announced = [*policy_faults(optimizer, policy), *announced_faults(policy, arguments)]
+    tell_megatron(policy, arguments)
     with watched("megatron", str(where) if where else None):
         try:
-            return _load(load, call, arguments)
+            return run_load(MegatronLoad(load, arguments, announced, lambda: _install(load, call, arguments)))
         except BaseException:
             vars(arguments).update(before)  # of a load that was none, for a script that goes on
             raise
 
 
-def _load(load: Load, call: Call, arguments: Namespace) -> Result:
-    policy, optimizer = load.policy, load.optimizer
-    announced = [*policy_faults(optimizer, policy), *announced_faults(policy, arguments)]
-    tell_megatron(policy, arguments)
-    with in_force(load):
-        load.taken = take(load, arguments, call["ddp_model"], announced)
-        for part in leaves(optimizer):
-            note_loaded(part, False)
-        with phase("load"):
-            iteration, operations = call() if load.taken is None else load.taken.load(call, arguments)
-        if load.found is None:
-            if not policy.is_default:
-                logger.warning(
-                    "%s holds no checkpoint: the resume flags had nothing to act on", without_secrets(load.where)
-                )
-            return iteration, operations
-        if not load.policy.loads_masters:
-            without_optimizer(load)
+def _install(load: Load, call: Call, arguments: Namespace) -> Result:
+    """Load what all ranks have agreed on, straight from the files or by Megatron, and what the policy says of it."""
+    optimizer = load.optimizer
+    for part in leaves(optimizer):
+        note_loaded(part, False)
+    with phase("load"):
+        iteration, operations = call() if load.taken is None else load.taken.load(call, arguments)
+    if load.found is None:
+        if not load.policy.is_default:
+            logger.warning(
+                "%s holds no checkpoint: the resume flags had nothing to act on", without_secrets(load.where)
+            )
+        return iteration, operations
+    if not load.policy.loads_masters:
+        without_optimizer(load)
     if load.policy.optimizer == "masters":
         for part in leaves(optimizer):
             fresh_moments(part)
@@ -158,7 +157,9 @@ def tell_megatron(policy: ResumePolicy, arguments: Namespace) -> None:
 
 def announced_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     """What the policy and Megatron's arguments say that cannot be, before anything is read."""
-    return announced_format_faults(policy, arguments) + _contradictions(policy, arguments)
+    gone, mend = "is no flag any more", "leave it out: what can be read here is read straight from its files"
+    faults = [ConfigError.fault(_ALWAYS, gone, mend=mend)] * bool(getattr(arguments, "ds_reshard_always", False))
+    return faults + announced_format_faults(policy, arguments) + _contradictions(policy, arguments)
 
 
 def _contradictions(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
@@ -252,14 +253,12 @@ def load_base_checkpoint(call: Call) -> Base:
         result = load.taken.answer()
     elif load is None and is_url(str(load_dir)):
         what = "is a URL, and only the checkpoint that a run resumes is read by URL: no arguments, and no other model"
-        fault = UnsupportedLayout.fault(str(load_dir), what, mend="copy it to a local folder, and give that")
-        raise error_of([fault], subject="loading by URL")
+        raise UnsupportedLayout.of(str(load_dir), what, mend="copy it to a local folder, and give that")
     else:
         asked = call.arguments.get("sharded_state_dict")
         if load is not None and load.found is not None and isinstance(asked, Mapping):
             strictness = str(getattr(arguments, "dist_ckpt_strictness", ""))
-            faults = other_tensors(load, asked, strictness) or gather_faults(load.buffers)
-            raise_faults(faults, subject=f"resuming from {load.where}")
+            raise_faults(other_tensors(load, asked, strictness), subject=f"resuming from {load.where}")
         if load is not None:
             raise_faults(gather_faults(_own_file(load_dir, arguments)), subject=f"resuming from {load_dir}")
         with refuse_iteration(load_dir, getattr(arguments, "ckpt_step", None), load):
@@ -279,9 +278,7 @@ def load_base_checkpoint(call: Call) -> Base:
     try:
         first = bool(call.arguments.get("rank0"))
         faults = look(load, state, release, form, arguments, first=first)
-        if legacy and not first:
-            faults += other_weights(load, state)
-            faults = faults or _own_states(load, state, str(name), arguments) or load.buffers
+        faults += other_weights(load, state) if legacy and not first else ()
     except ReshardError as error:
         faults = faults_of(error)
     subject = LATE if read and load.read_in_place else f"resuming from {load.where}"
@@ -300,17 +297,7 @@ def _own_file(load_dir: str, arguments: object) -> list[Fault]:
     number = PurePath(folder or "").name.removeprefix("iter_")
     if folder is None or not number.isdecimal() or not is_torch_format(folder):
         return []  # Megatron tells what is not there
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    return missing_file(get_checkpoint_name(load_dir, int(number)))
-
-
-def _own_states(load: Load, state: Mapping[str, object], name: str, arguments: object) -> list[Fault]:
-    """The same of the states of a distributed optimizer, which lie beside the weights; a layer-wise one has others."""
-    layer_wise = getattr(arguments, "use_layer_wise_distributed_optimizer", False)
-    distributed = getattr(arguments, "use_distributed_optimizer", False) and not layer_wise
-    read = load.policy.loads_masters and load.optimizer is not None and "optimizer" in state
-    return missing_file(str(PurePath(name).with_name(FLAT_FILE))) if read and distributed else []
+    return missing_file(own_file(folder))
 
 
 def look(
@@ -321,14 +308,12 @@ def look(
     `first` is whether it is the first rank's, of which in format `torch` other ranks' param groups say nothing.
     """
     policy, optimizer, legacy = load.policy, load.optimizer, form == "LEGACY"
-    groups = state.get("optimizer")
-    in_files = load.read_in_place and form != "LOCAL"
-    if in_files and not release and optimizer is not None and _reads_groups(policy):
-        groups = with_sharded_groups(optimizer, groups, load.where)
+    groups = states_of(optimizer, load.groups) if load.groups else state.get("optimizer")
     load.found = _found(load, state, release)
     faults = [] if load.another_model else format_faults(load.where, form.lower(), policy)
     if form == "GLOBAL" and load.taken is None:
-        faults += vocabulary_faults(load, arguments)
+        runs = getattr(load.found.arguments, "__dict__", {}), vars(arguments)
+        faults += vocabulary_faults(load, runs, load.where)
     if release:
         step = None if load.another_model else getattr(arguments, "ckpt_step", None)
         faults += release_faults(load.where, policy, step)
@@ -336,8 +321,6 @@ def look(
             asked = {**policy.asked, "optimizer": "a release has none"}
             load.policy = replace(policy, optimizer="skip", asked=asked)
         return faults
-    if legacy and load.taken is None and optimizer is not None and policy.loads_masters:
-        faults += step_faults(load.where, arguments)
     faults += _lacking(load, state, form, arguments)
     if not policy.finetune:
         differing = _schedule_faults(load, load.found)
@@ -366,7 +349,8 @@ def _lacking(load: Load, state: Mapping[str, object], kind: str, arguments: obje
     if policy.optimizer != "skip" and getattr(saved, "no_save_optim", False) and load.taken is None:
         what = "was saved with --no-save-optim: it has no state of an optimizer, and no schedule"
         yield UnsupportedLayout.fault(where, what, mend="add --no-load-optim")
-    random = "rng_state" in state or "random_rng_state" in state or load.taken is not None
+    anew = load.taken is not None and load.taken.draws_anew
+    random = "rng_state" in state or "random_rng_state" in state or anew
     if kind == "LEGACY" and not random and not getattr(arguments, "no_load_rng", False):
         what = "was saved with --no-save-rng: it has no random states"
         yield UnsupportedLayout.fault(where, what, mend="add --no-load-rng")
@@ -495,8 +479,7 @@ def parse_args(call: Call) -> Namespace:
     def with_resume_flags(parser: ArgumentParser) -> ArgumentParser:
         given = add_arguments(provider(parser) if provider is not None else parser)
         if _ALWAYS not in given._option_string_actions:
-            told = "read checkpoints straight from their files also where Megatron-LM loads them right (ds_reshard)"
-            given.add_argument(_ALWAYS, action="store_true", help=told)
+            given.add_argument(_ALWAYS, action="store_true", help=SUPPRESS)
         return given
 
     arguments: Namespace = call(extra_args_provider=with_resume_flags)

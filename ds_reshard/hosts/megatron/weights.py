@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import reduce
-from operator import and_
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
 
-from ds_reshard.errors import ConfigError, Fault
+from ds_reshard.containers.torch_zip import open_archive
+from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
+from ds_reshard.formats.megatron.flat_states import bucket_numels
 from ds_reshard.formats.megatron.torch_dist import is_state, saved_tensors
-from ds_reshard.hosts.megatron.direct import MODEL, STATES, other_vocabulary
+from ds_reshard.formats.megatron.torch_format import FLAT_FILE
+from ds_reshard.hosts.megatron.direct import MODEL, STATES
 from ds_reshard.hosts.megatron.live import Load
-from ds_reshard.hosts.megatron.topology import renumbered
+from ds_reshard.hosts.megatron.topology import Saved, missing_file, renumbered
 from ds_reshard.operations.matching import OTHER_SHAPE, TENSORS, TRAINED, match_tensors
 from ds_reshard.operations.ranks import attempt, broadcast, gather, rank
 
@@ -19,17 +22,6 @@ if TYPE_CHECKING:
     from typing import TypeGuard
 
     import torch
-
-
-def vocabulary_faults(load: Load, arguments: object) -> list[Fault]:
-    """Rows that Megatron would drop, or make of zeros, without a word; `--finetune` warns."""
-    saved = load.found.arguments if load.found is not None else None
-    faults = other_vocabulary(getattr(saved, "__dict__", {}), vars(arguments), load.where)
-    if not load.policy.finetune:
-        return faults
-    said = [f"the vocabulary: {one.what} ({one.expected} as saved, {one.found} now)" for one in faults]
-    load.warnings += [text for text in said if text not in load.warnings]  # looked at twice
-    return []
 
 
 _LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to leave it as it was built"
@@ -47,25 +39,22 @@ def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -
         return [ConfigError.fault(f"--dist-ckpt-strictness {strictness}", what, mend=mend)]
     found, _, _ = attempt(lambda: saved_tensors(load.where) if rank() == 0 else None)  # what is wrong Megatron tells
     there = broadcast(found) or []
-    if not there:
-        return []
-    own = _keys(asked)
-    without = sum(1 << number for number, name in enumerate(there) if name not in own)
-    told = gather((without, sorted(own - set(there)), "optimizer" in asked))
-    left = reduce(and_, (one[0] for one in told))
-    with_states = any(one[2] for one in told)
-    lost = {name for number, name in enumerate(there) if left >> number & 1 and (with_states or not is_state(name))}
-    lacking = {name for one in told for name in one[1]}
-    passed, finetune = strictness.startswith("log_") or strictness == "ignore_all", load.policy.finetune
-    faults = []
-    for words, mend, of_states in ((TENSORS, MODEL, False), (TRAINED, STATES, True)):
-        sides = ({name: None for name in names if is_state(name) is of_states} for names in (lacking, lost))
-        faults += match_tensors(*sides, words=words, mend=_LOG if finetune else mend)
-    if finetune:
-        warned = [one for one in faults if passed or one.where in lost]
-        load.warnings += ["; ".join(f"{one.where}: {one.what}" for one in warned)] if warned else []
-        return [one for one in faults if one not in warned]
-    return [fault for fault in faults if not is_state(fault.where)] or faults
+    told = gather((_keys(asked), "optimizer" in asked)) if there else []
+    own, states = {key for keys, _ in told for key in keys}, any(with_states for _, with_states in told)
+    weights, of_states = (
+        [{key: None for key in keys if is_state(key) is state} for keys in (own, there)] for state in (False, True)
+    )
+    faults = match_tensors(*weights, mend=MODEL) if told else []
+    lost = match_tensors(*of_states, words=TRAINED, mend=STATES) if states else []
+    return warn_of(load, faults + lost, strictness) if load.policy.finetune else faults or lost
+
+
+def warn_of(load: Load, faults: list[Fault], strictness: str) -> list[Fault]:
+    """With `--finetune`, warn of tensors that one side lacks; those that Megatron's strictness refuses stay faults."""
+    passed = strictness.startswith("log_") or strictness == "ignore_all"
+    warned = [one for one in faults if passed or one.what in (TENSORS[1], TRAINED[1])]
+    load.warnings += ["; ".join(f"{one.where}: {one.what}" for one in warned)] if warned else []
+    return [replace(one, mend=_LOG) for one in faults if one not in warned]
 
 
 def _keys(asked: Mapping[object, object]) -> set[str]:
@@ -104,11 +93,57 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
         names += [fault for fault in faults if fault.what != OTHER_SHAPE]
     if names and load.policy.finetune and load.found is not None:
         shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(get_args()), load.where)
-    if load.policy.finetune and names:
-        load.warnings.append("; ".join(f"{fault.where}: {fault.what}" for fault in names))
-        names = []
+        names = warn_of(load, names, "ignore_all")
     return names + shapes
 
 
 def _is_weight(value: object) -> TypeGuard[torch.Tensor]:
     return bool(getattr(getattr(value, "dtype", None), "is_floating_point", False))
+
+
+_FROZEN = "train the parameters that the saving run has trained (requires_grad), or add --no-load-optim"
+
+
+def other_buffers(saved: Saved, optimizer: object) -> Iterator[Fault]:
+    """A fault for each flat buffer of this rank of another size, as of a parameter that one of the runs has frozen.
+
+    Megatron stops there when weights have changed (`load_parameter_state_from_dp_reshardable` and `_from_dp_zero` of
+    core/optimizer/distrib_optimizer.py, 0.18.2 and 0.19.2).
+    """
+    for number, part in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        now = [sum(sum(sizes) for sizes in one.values()) for one in getattr(part, "per_bucket_numel_unpadded", ())]
+        then = (_bucket_sizes if saved.whole else _buffer_sizes)(saved, part, number) if now else None
+        for chunk, sizes in enumerate(zip(then or (), now, strict=False)):
+            if sizes[0] != sizes[1]:
+                what = f"the optimizer's state of model chunk {chunk} is of other parameters than this run trains"
+                counted = [f"{size} elements on this rank" for size in sizes]
+                yield ModelMismatch.fault(saved.folder, what, *counted, mend=_FROZEN)
+
+
+def _bucket_sizes(saved: Saved, part: object, number: int) -> list[int] | None:
+    """Elements of each buffer of `torch_dist` with sharding type dp_reshardable, None where that is not told."""
+    name = f"optimizer.distributed.dp_group_idx_{getattr(part, 'data_parallel_group_idx', 0)}.per_bucket_numel_unpadded"
+    told = (bucket_numels(saved.objects, prefix + name) for prefix in (f"chained_{number}.", ""))
+    rows = next((one for one in told if one is not None), None)
+    return None if rows is None else [sum(map(sum, one.values())) for one in rows]
+
+
+def _buffer_sizes(saved: Saved, part: object, number: int) -> list[int]:
+    """Elements of each buffer of format `torch`, as far as this rank's file tells."""
+    path = str(PurePath(own_file(saved.folder)).with_name(FLAT_FILE))
+    raise_faults(missing_file(path), subject=f"loading {saved.folder}")
+    with open_archive(path) as archive:
+        held = archive.load()
+    flat = (held[number] if number < len(held) else None) if isinstance(held, list) else held
+    found = list[int]()
+    while isinstance(flat, Mapping) and isinstance(flat.get(len(found)), Mapping):
+        found.append(sum(one.get("numel_unpadded", 0) for one in flat[len(found)].values()))
+    return found
+
+
+def own_file(folder: str) -> str:
+    """The file of format `torch` that this rank's weights are in, of the folder of an iteration."""
+    from megatron.training.checkpointing import get_checkpoint_name
+
+    path = PurePath(folder)
+    return str(get_checkpoint_name(str(path.parent), int(path.name.removeprefix("iter_"))))

@@ -64,5 +64,4 @@ def outcome(arguments: str, folder: str, events: str | None = None, without: str
     if report is None:
         return {"refused": "nothing", "text": "begun from the start"}
     rows = {row.name: row for row in report.rows}
-    loader = "ds_reshard" if "tensors read by" in rows else "Megatron-LM"
-    return {"refused": "", "loader": loader, "report": report.to_json()}
+    return {"refused": "", "loader": rows["tensors read by"].used, "report": report.to_json()}

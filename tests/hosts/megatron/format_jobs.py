@@ -16,6 +16,8 @@ import torch
 
 KINDS = ("param", "exp_avg", "exp_avg_sq")
 ITERATION, SAMPLES_SEEN, STEP = 5, 20, 5
+OPERATIONS = 12_345
+"""Floating-point operations so far, as Megatron counts them."""
 RUN = (
     "--lr 3e-4 --min-lr 3e-5 --train-iters 5 --lr-decay-iters 40 --lr-decay-style linear --weight-decay 0.01"
     " --micro-batch-size 1 --global-batch-size 4 --num-layers 4 --num-attention-heads 4 --ffn-hidden-size 24"
@@ -51,7 +53,7 @@ def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> di
             setattr(args, name, given)
         args.use_dist_ckpt = args.ckpt_format != "torch"
         more = {"checkpointing_context": {}, "non_persistent_ckpt": "non_persistent_ckpt_type" in asked}
-        checkpointing.save_checkpoint(args.iteration, models, optimizer, scheduler, 0, **more)
+        checkpointing.save_checkpoint(args.iteration, models, optimizer, scheduler, OPERATIONS, **more)
     return {}
 
 

@@ -37,6 +37,46 @@ def load(arguments: str, hooks: bool = True, frozen: str = "") -> dict[str, Any]
     }
 
 
+def everything(arguments: str, hooks: bool = True) -> dict[str, Any]:
+    """All that a load leaves on this rank, whose generators were somewhere else before it."""
+    import random
+
+    import numpy
+    from megatron.core import tensor_parallel
+    from megatron.core.num_microbatches_calculator import get_num_microbatches
+    from megatron.core.rerun_state_machine import get_rerun_state_machine
+    from megatron.training import checkpointing, get_args, training
+
+    import ds_reshard
+
+    if hooks:
+        ds_reshard.install("megatron")
+    told, load = dict[str, Any](), training.load_checkpoint
+
+    def from_elsewhere(*given: Any, **more: Any) -> Any:
+        random.random(), numpy.random.rand(3), torch.rand(3)
+        told["returned"] = load(*given, **more)
+        return told["returned"]
+
+    training.load_checkpoint = from_elsewhere
+    models, optimizer, scheduler = _setup(arguments)
+    for number, model in enumerate(models):
+        told |= {f"weight {number}.{name}": one.clone() for name, one in model.state_dict().items() if one is not None}
+    for number, (_, part, held) in enumerate(_states(optimizer)):
+        told |= {f"state {number}.{kind}": one.clone() for kind, one in held.items()} | {f"part {number}": str(part)}
+    for number, group in enumerate(optimizer.param_groups):
+        told |= {f"group {number}.{name}": one for name, one in group.items() if name != "params"}
+    rerun = get_rerun_state_machine().state_dict(None, "torch_dist", force=True)
+    told |= {"schedule": scheduler.state_dict(), "microbatches": get_num_microbatches()}
+    told["rerun"] = repr({name: one for name, one in rerun.items() if name != "sharded"})
+    told |= {"version": checkpointing.get_checkpoint_version(), "iteration": checkpointing.get_loaded_iteration()}
+    tracked = tensor_parallel.get_cuda_rng_tracker().get_states()
+    told |= {"random": [random.getstate(), numpy.random.get_state(), torch.get_rng_state(), tracked]}
+    told |= {f"argument {name}": repr(one) for name, one in vars(get_args()).items()}
+    report = ds_reshard.last_report()
+    return {"told": told, "report": report.to_json() if report is not None else None}
+
+
 def rolled(arguments: str) -> dict[str, Any]:
     """Load, step as a run that goes on, change the weights, and load again: what either load left, and its report."""
     import ds_reshard

@@ -158,14 +158,14 @@ def pretrain(arguments: list[str], hooks: bool = True, asked_before: dict[str, A
 def refused(arguments: list[str], unreadable: bool = False) -> dict[str, Any]:
     """`pretrain` that ends with an error from its load: what the load had changed by then, and the error.
 
-    `unreadable` hides the objects of a `torch_dist` checkpoint from all but Megatron itself.
+    `unreadable` hides the checkpoint from all but Megatron itself.
     """
     import ds_reshard
-    from ds_reshard.hosts.megatron import groups
+    from ds_reshard.hosts.megatron import load
 
     ds_reshard.install("megatron")
     if unreadable:
-        groups._places = lambda folder: {}
+        load.find_saved = lambda arguments: None
     return ended(lambda: pretrain(arguments))
 
 

@@ -149,8 +149,7 @@ def test_it_is_refused_everywhere(damaged: tuple[Case, Path], releases: Any, tmp
     with pytest.raises(getattr(errors, case.error), match=case.said):
         tools.convert(str(folder), str(tmp_path / "out"), to="megatron")
     assert not (tmp_path / "out").exists()
-    always = "--ds-reshard-always " * (case.form == "model_space" and "type" not in case.said)
-    arguments = f"{DISTRIBUTED}{MODELS[case.world]}{always}--load {folder}"
+    arguments = f"{DISTRIBUTED}{MODELS[case.world]}--load {folder}"
     told = releases["0.19.2"].run("load_jobs:refused", ranks=2, arguments=arguments)
     assert len({one["message"] for one in told}) == 1 and case.said in told[0]["message"]
     assert [(one["refused"], one["changed"]) for one in told] == [(case.error, [])] * 2

@@ -15,7 +15,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 pytestmark = pytest.mark.slow
 WORLD, RELEASE = "biases tp2 dp2", "0.18.2"
-LOADS = {"direct": ("", 2), "by Megatron-LM": (TP, 4)}
+LOADS = {
+    "another layout": ("", 2),
+    "the saved one": (TP, 4),
+    "by Megatron-LM": (f"{TP}--no-load-optim --load-main-params-from-ckpt ", 4),
+}
 TRACKER = "latest_checkpointed_iteration.txt"
 Edit = Callable[[Path], None]
 
@@ -62,9 +66,11 @@ def test_another_save(nodes: Any, saved: Saved, releases: Any, tmp_path: Path, l
 @pytest.mark.parametrize(
     ("load", "file", "name"),
     [
-        ("direct", "mp_rank_00/model_optim_rng.pt", "schedule"),
-        ("direct", "mp_rank_01/model_optim_rng.pt", "model"),
-        ("direct", "mp_rank_01/distrib_optim.pt", "states"),
+        ("another layout", "mp_rank_00/model_optim_rng.pt", "schedule"),
+        ("another layout", "mp_rank_01/model_optim_rng.pt", "model"),
+        ("another layout", "mp_rank_01/distrib_optim.pt", "states"),
+        ("the saved one", "mp_rank_00/model_optim_rng.pt", "schedule"),
+        ("the saved one", "mp_rank_01/model_optim_rng.pt", "model"),
         ("by Megatron-LM", "mp_rank_00/model_optim_rng.pt", "schedule"),
         ("by Megatron-LM", "mp_rank_01/model_optim_rng.pt", "model"),
     ],
@@ -93,7 +99,7 @@ def test_no_tracker_file_on_one_node(nodes: Any, releases: Any, load: str) -> No
 
 
 FLAGS = ("--no-load-optim", "--finetune", "--no-load-rng", "--ckpt-step 5")
-OTHERS = [*product(LOADS, FLAGS), ("direct", "--load other"), ("direct", "--ds-reshard-always")]
+OTHERS = [*product(("another layout", "the saved one"), FLAGS), ("by Megatron-LM", FLAGS[-1])]
 
 
 @pytest.mark.parametrize(("load", "own"), OTHERS)
@@ -113,20 +119,21 @@ def _saved_again(step: Path) -> bytes:
     return pickle.dumps(metadata)
 
 
+@pytest.mark.parametrize("load", ("the saved one", "by Megatron-LM"))
 @pytest.mark.parametrize("form", ("model_space", "torch"))
-def test_folders_of_other_names(nodes: Any, releases: Any, form: str) -> None:
-    """As `/scratch/$HOSTNAME`: Megatron-LM loads them, where their files are the same."""
+def test_folders_of_other_names(nodes: Any, releases: Any, form: str, load: str) -> None:
+    """As `/scratch/$HOSTNAME`: they are loaded where their files are the same, whoever loads."""
     places = nodes(form, 4)
     (places[1] / "ckpt").rename(places[1] / "other")
     own = ["", "--load other", "", ""]
-    assert [one["refused"] for one in _load(releases, places, "by Megatron-LM", own=own)] == [None] * 4
+    assert [one["refused"] for one in _load(releases, places, load, own=own)] == [None] * 4
     step = next((places[1] / "other").glob("iter_*"))
     if form == "torch":
         path = step / "mp_rank_01" / "model_optim_rng.pt"
         releases[RELEASE].run("load_jobs:change", path=str(path), name="model")
     else:
         (step / ".metadata").write_bytes(_saved_again(step))
-    told = _load(releases, places, "by Megatron-LM", own=own)
+    told = _load(releases, places, load, own=own)
     assert {one["refused"] for one in told} == {"CheckpointDamaged"} and all(one["changed"] == [] for one in told)
     assert all("ranks see different files of this name" in one["message"] for one in told)
 

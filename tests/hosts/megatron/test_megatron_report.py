@@ -51,7 +51,6 @@ WITHOUT = [  # the optimizer, the form, and the flags
     (SHARDED, "model_space", "--no-load-optim"),
     (SHARDED, "buckets", "--finetune"),
     (SHARDED, "torch", "--no-load-optim"),
-    (SHARDED, "torch", "--no-load-optim --ds-reshard-always"),
     (SHARDED, "buckets", "--load-masters-only"),
     (BF16, "plain", "--no-load-optim --override-opt-param-scheduler"),
     (BF16, "torch", "--finetune"),
@@ -149,14 +148,13 @@ def test_a_loop_of_ones_own_reports_what_it_has_loaded(loops: Loops, kind: str, 
 
 @pytest.mark.parametrize("spoil", ["zero_", "normal_"])
 @pytest.mark.parametrize(
-    ("arguments", "form", "flags"),
-    [(SHARDED, "buckets", ""), (SHARDED, "torch", ""), (SHARDED, "torch", "--ds-reshard-always"), (BF16, "plain", "")],
+    ("arguments", "form"), [(SHARDED, "buckets"), (SHARDED, "torch"), (BF16, "plain"), (FP32, "torch")]
 )
 def test_moments_that_were_changed_before_the_report(
-    folders: Folder, releases: Any, arguments: str, form: str, flags: str, spoil: str
+    folders: Folder, releases: Any, arguments: str, form: str, spoil: str
 ) -> None:
     """What was loaded is compared with what is there, whoever has loaded it: an error on every rank."""
-    load = f"{arguments} --load {folders('0.19.2', arguments, form)} {flags}"
+    load = f"{arguments} --load {folders('0.19.2', arguments, form)}"
     for told in releases["0.19.2"].run("load_jobs:spoiled", arguments=load, spoil=spoil):
         assert told["refused"] == "FingerprintMismatch", told
         assert "exp_avg in the optimizer of rank 0 have changed since they were loaded" in told["message"]

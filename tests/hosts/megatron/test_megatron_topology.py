@@ -1,4 +1,4 @@
-"""Whose load it is, told by the arguments of two runs: pure, no Megatron."""
+"""What hinders Megatron-LM's own load, and what is not filled here, told by the arguments of two runs: no Megatron."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from typing import Any, cast
 import pytest
 import torch
 
-from ds_reshard.errors import ConfigError, UnsupportedLayout, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    ConfigError,
+    ModelMismatch,
+    ReshardError,
+    UnsupportedLayout,
+)
 from ds_reshard.formats.megatron.flat_states import experts_apart
 from ds_reshard.hooks import Seam
-from ds_reshard.hosts.megatron import direct, topology, training
+from ds_reshard.hosts.megatron import training
 from ds_reshard.hosts.megatron.direct import Taken
 from ds_reshard.hosts.megatron.live import Load, in_force
-from ds_reshard.hosts.megatron.topology import Saved, may_be_shifted, unfillable
+from ds_reshard.hosts.megatron.load import left_to_megatron
+from ds_reshard.hosts.megatron.topology import Saved, hindrances, may_be_shifted, unfillable
 from ds_reshard.model.facts import OptimizerFacts, ScalarTensor
-from ds_reshard.model.records import ElementType
+from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord
+from ds_reshard.operations.matching import TENSORS
 from ds_reshard.resume.megatron import read_run
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -36,6 +45,7 @@ RUN = {
     "bf16": True,
     "untie_embeddings_and_output_weights": True,
 }
+HERE = "saved/iter_0000005"
 FORMS = ("torch", "dp_reshardable", "fully_reshardable")
 
 
@@ -43,12 +53,20 @@ def _saved(form: str, **changes: Any) -> Saved:
     arguments = {**RUN, **changes}
     kind = {"distrib_optim_sharding_type": form} if arguments["use_distributed_optimizer"] else {}
     common = {} if form == "torch" else {"content_metadata": kind}
-    return Saved(folder="here", whole=form != "torch", common=common, objects={}, arguments=arguments)
+    return Saved(folder=HERE, whole=form != "torch", common=common, objects={}, arguments=arguments)
+
+
+@pytest.fixture(autouse=True)
+def _tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tracker file names the iteration that is loaded."""
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("5", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
 
 
 def reasons(saved: Saved, run: dict[str, Any], *, optimizer: bool) -> list[str]:
     """With experts as the rule of 0.19 has them."""
-    return topology.reasons(saved, run, optimizer=optimizer, apart=experts_apart(run))
+    return hindrances(saved, run, optimizer=optimizer, apart=experts_apart(run))
 
 
 MEGATRONS = [{}, {"data_parallel_size": 5}, {"context_parallel_size": 2}, {"ddp_bucket_size": 7}, {"world_size": 64}]
@@ -57,12 +75,12 @@ TAKEN = {
     "tensor-parallel size 4 as saved, 2 now": {"tensor_model_parallel_size": 4},
     "pipeline-parallel size 1 as saved, 2 now": {"pipeline_model_parallel_size": 1},
     "number of virtual stages 2 as saved, 1 now": {"virtual_pipeline_model_parallel_size": 2},
-    "layers of transformer_engine as saved, of local now": {"transformer_impl": "transformer_engine"},
-    "weights of fp32 with gradients of fp32 as saved, weights of bf16 with gradients of bf16 now": {"bf16": False},
+    "transformer_impl transformer_engine as saved, local now": {"transformer_impl": "transformer_engine"},
+    "weights and gradients fp32, fp32 as saved, bf16, bf16 now": {"bf16": False},
     "other buckets of gradients": BUCKETS,
-    "a vocabulary padded to 64 rows as saved, to 128 now": {"padded_vocab_size": 64},
+    "padded_vocab_size 64 as saved, 128 now": {"padded_vocab_size": 64},
 }
-OF_STATES = ("other buckets", "weights of")
+OF_STATES = ("other buckets", "weights and")
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -99,8 +117,8 @@ def test_fp32_weights_that_are_their_own_masters(form: str) -> None:
 def test_another_kind_of_optimizer(form: str) -> None:
     for before in (True, False):
         run = {**RUN, "use_distributed_optimizer": not before}
-        (why,) = reasons(_saved(form, use_distributed_optimizer=before), run, optimizer=True)
-        assert why.startswith("the state of ") and (why.endswith("into a distributed optimizer") is not before)
+        why = reasons(_saved(form, use_distributed_optimizer=before), run, optimizer=True)
+        assert why == ["a distributed optimizer in one of the two runs alone"]
 
 
 @pytest.mark.parametrize("form", ["torch", "plain"])
@@ -109,7 +127,7 @@ def test_masters_of_an_optimizer_that_is_not_distributed(form: str, before: str,
     """Megatron has another class for each, and reads the state of the one as that of the other."""
     plain = {"use_distributed_optimizer": False, "bf16": False}
     saved, run = _saved(form, **{**plain, before: True}), {**RUN, **plain, now: True}
-    assert reasons(saved, run, optimizer=True) == [f"weights of {before} as saved, of {now} now"] * told
+    assert reasons(saved, run, optimizer=True) == [f"weights {before} as saved, {now} now"] * told
     assert reasons(saved, run, optimizer=False) == []
 
 
@@ -159,9 +177,9 @@ def test_whether_experts_have_an_optimizer_of_their_own_is_told_by_what_was_save
         for state, was in zip(states, (False, True), strict=True):
             held = replace(saved, common={**saved.common, "optimizer": state})
             for apart in (False, True):
-                found = topology.reasons(held, {**RUN, **alone, **more}, optimizer=True, apart=apart)
-                assert bool(found) is (was is not apart) and all("experts have" in one for one in found)
-    assert topology.reasons(_saved("torch"), RUN, optimizer=True, apart=False) == []
+                found = hindrances(held, {**RUN, **alone, **more}, optimizer=True, apart=apart)
+                assert bool(found) is (was is not apart) and all("of experts" in one for one in found)
+    assert hindrances(_saved("torch"), RUN, optimizer=True, apart=False) == []
 
 
 @pytest.mark.parametrize("form", (*FORMS, "plain"))
@@ -175,7 +193,7 @@ def test_embeddings_that_are_tied_in_one_of_the_two_runs(form: str, optimizer: b
         (why,) = reasons(saved, run, optimizer=optimizer)
         untold = {name: one for name, one in saved.arguments.items() if name != "untie_embeddings_and_output_weights"}
         assert reasons(replace(saved, arguments=untold), run, optimizer=optimizer) == []
-        assert why == ("embeddings not tied as saved, tied now" if before else "embeddings tied as saved, not tied now")
+        assert why == "tied embeddings in one of the two runs alone"
 
 
 def test_sharding_types_that_are_not_read() -> None:
@@ -207,26 +225,53 @@ def test_the_adam_beside_a_layer_wise_optimizer_is_a_distributed_one() -> None:
     other = ["a layer-wise optimizer in one of the two runs alone"]
     for saved in (*told.values(), _saved("plain", **LAYER_WISE)):
         run = {**RUN, "use_distributed_optimizer": False, "tensor_model_parallel_size": 4}
-        assert reasons(saved, run, optimizer=True) == other and reasons(saved, run, optimizer=False) == []
+        assert reasons(saved, run, optimizer=True)[:1] == other and reasons(saved, run, optimizer=False) == []
         layer_wise = reasons(saved, {**run, **LAYER_WISE, **BUCKETS}, optimizer=True)
         assert bool(layer_wise) is (saved.sharding == "dp_reshardable")
 
 
-@pytest.mark.parametrize("why", [[], ["--ds-reshard-always"]])
-def test_what_is_not_read_here_is_left_to_megatron(why: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a warning, where it is looked at only because its states may be shifted."""
-    load = Load(policy=ResumePolicy(), optimizer=None, scheduler=None)
+@pytest.mark.parametrize("form", FORMS)
+def test_moments_of_the_iteration_that_the_tracker_names(form: str, tmp_path: Path) -> None:
+    """Of format `torch`; without the optimizer, or its states, Megatron takes the iteration that was asked for."""
+    (tmp_path / "saved" / "latest_checkpointed_iteration.txt").write_text("9", encoding="utf-8")
+    told = [reasons(_saved(form), RUN, optimizer=optimizer) for optimizer in (True, False)]
+    assert [len(one) for one in told] == [form == "torch", 0]
 
-    def refuse(folder: str, tag: str | None) -> None:
-        raise_faults([UnsupportedLayout.fault(folder, "weights are no casts", mend="none")], subject=folder)
 
-    monkeypatch.setattr(direct, "find_listing", refuse)
-    if why:
-        with pytest.raises(UnsupportedLayout, match="no casts"):
-            direct.opened(load, _saved("fully_reshardable"), RUN, why, True)
-    else:
-        assert direct.opened(load, _saved("fully_reshardable"), RUN, why, True) is None
-    assert len(load.warnings) == (not why)
+@pytest.mark.parametrize("hindered", [[], ["another size"]])
+@pytest.mark.parametrize("form", ["torch", "fully_reshardable"])
+def test_what_is_not_read_here_is_left_to_megatron(form: str, hindered: list[str]) -> None:
+    """If it can load it; what is damaged is not, but of format `torch` a node may have its own ranks' files alone."""
+    saved, mend = _saved(form), "none"
+    unread = UnsupportedLayout.fault("here", "is of fp16", mend=mend)
+    missing = CheckpointNotFound.fault("mp_rank_01", "is missing", mend=mend)
+    named = ModelMismatch.fault("a", TENSORS[0], mend=mend)
+    if hindered:
+        with pytest.raises(UnsupportedLayout, match="is of fp16; and Megatron-LM cannot load it: another size"):
+            left_to_megatron([unread], saved, hindered)
+        return
+    assert left_to_megatron([unread], saved, hindered) == "is of fp16"
+    for fault in (missing, named):
+        if form == "torch":
+            assert fault.what in left_to_megatron([unread, fault], saved, hindered)
+        else:
+            with pytest.raises(ReshardError, match=fault.where):
+                left_to_megatron([unread, fault], saved, hindered)
+    with pytest.raises(ReshardError, match="cut short"):
+        left_to_megatron([unread, CheckpointDamaged.fault("here", "cut short", mend=mend)], saved, hindered)
+
+
+@pytest.mark.parametrize("state", [0, 3])
+@pytest.mark.parametrize("world", [4, 8])
+def test_a_step_that_was_to_be_run_again_is_megatrons(state: int, world: int) -> None:
+    """Where the ranks are those that saved it; else, as in Megatron, that state is not taken up."""
+    told = ObjectRecord(
+        callable=GlobalName(module="megatron.core.rerun_state_machine", name="RerunState"), args=(state,)
+    )
+    saved = _saved("fully_reshardable", world_size=4)
+    saved = replace(saved, common={**saved.common, "rerun_state_machine": {"state": told}})
+    faults = list(unfillable(saved, {**RUN, "world_size": world}, [], optimizer=True))
+    assert bool(faults) is (state == 3 and world == 4)
 
 
 def test_what_only_a_curve_needs_is_no_fault_where_megatron_was_asked() -> None:
@@ -254,21 +299,21 @@ def test_what_is_not_filled_is_refused_by_name(name: str, form: str) -> None:
     """On either side, and what was saved so is not mended by this run's flags; only some of it is of the weights."""
     for before, now, whose in (({name: True}, {}, "saved"), ({}, {name: True}, "this run's")):
         saved, run = _saved(form, **before), {**RUN, **now}
-        (fault,) = unfillable(saved, run, "another size", optimizer=True)
-        assert (fault.error, fault.where) == ("UnsupportedLayout", "here")
-        assert f"{name} ({whose}): another size" in fault.what
+        (fault,) = unfillable(saved, run, [], optimizer=True)
+        assert (fault.error, fault.where) == ("UnsupportedLayout", HERE)
+        assert f"{name} ({whose})" in fault.what
         assert fault.mend.startswith("load it as it was saved" if before else f"load it without {name}")
         assert ("--no-load-optim" in fault.mend) is (name in STATES_NOT_FILLED)
-        assert bool(list(unfillable(saved, run, "why", optimizer=False))) is (name in MODELS_NOT_FILLED)
-    assert list(unfillable(_saved(form), RUN, "why", optimizer=True)) == []
+        assert bool(list(unfillable(saved, run, [], optimizer=False))) is (name in MODELS_NOT_FILLED)
+    assert list(unfillable(_saved(form), RUN, [], optimizer=True)) == []
 
 
 def test_masters_from_weights_that_megatron_does_not_get_are_refused_by_name() -> None:
     flag = {"load_main_params_from_ckpt": True}
-    (fault,) = unfillable(_saved("torch", **flag), {**RUN, **flag}, "another size", optimizer=False)
+    (fault,) = unfillable(_saved("torch", **flag), {**RUN, **flag}, [], optimizer=False)
     assert fault.mend == "leave out --load-main-params-from-ckpt"
-    assert list(unfillable(_saved("torch", **flag), RUN, "another size", optimizer=False)) == []
-    assert list(unfillable(_saved("torch"), {**RUN, **flag}, "another size", optimizer=True)) == []
+    assert list(unfillable(_saved("torch", **flag), RUN, [], optimizer=False)) == []
+    assert list(unfillable(_saved("torch"), {**RUN, **flag}, [], optimizer=True)) == []
 
 
 @pytest.mark.parametrize("own", [{}, {"step": 5}])
