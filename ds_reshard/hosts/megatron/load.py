@@ -21,6 +21,7 @@ from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of
 from ds_reshard.hosts.megatron.direct import MODEL, STATES, Taken, planned
 from ds_reshard.hosts.megatron.groups import experts_differ, plain_groups
 from ds_reshard.hosts.megatron.live import Load, in_force, leaves, live_groups
+from ds_reshard.hosts.megatron.pickles import refuse_unsafe_iteration
 from ds_reshard.hosts.megatron.pieces import is_torch_adam
 from ds_reshard.hosts.megatron.topology import Saved, find_saved, hindrances, may_be_shifted, unfillable
 from ds_reshard.hosts.megatron.weights import other_buffers, warn_of
@@ -35,8 +36,7 @@ from ds_reshard.resume.report import unwritable
 
 Result = tuple[int, object]
 UNREAD, MEGATRON, DIRECT = "Megatron-LM, unread", "Megatron-LM", "ds_reshard"
-_ASKED = ("ckpt_step", "pretrained_checkpoint")
-"""What says which files are loaded, beside what the policy says of them, and their place."""
+_ASKED = ("ckpt_step", "pretrained_checkpoint")  # which files are loaded, beside their place and the policy
 
 
 class Found(NamedTuple):
@@ -89,8 +89,7 @@ class MegatronLoad:
     def nothing(self) -> Found:
         return Found()
 
-    def find(self) -> Found:
-        return Found()
+    find = nothing
 
     def open(self, found: Found) -> Found:
         """Every rank: the small files, of what is left to Megatron none."""
@@ -166,7 +165,6 @@ class MegatronLoad:
         """Of `torch_dist` each rank opens files of its own; of format `torch` all ranks open all."""
         by_path = [sorted(self._below(one).items()) for one in (found.files, files) if one]
         sets = (zip(*pairs, strict=True) for pairs in by_path)
-        whole = found.saved is not None and found.saved.whole
         return ReadinessReport(
             policy=self.load.policy,
             loader=choice.loader,
@@ -174,7 +172,7 @@ class MegatronLoad:
             arguments={name: getattr(self.arguments, name, None) for name in _ASKED},
             seen=bool(found.files),
             file_sets=frozenset((digest(paths), digest(contents)) for paths, contents in sets),
-            files=frozenset(self._below(files).items() if whole else ()),
+            files=frozenset(self._below(files).items() if found.saved is not None and found.saved.whole else ()),
         )
 
     def folder(self, found: Found) -> str:
@@ -197,6 +195,8 @@ class MegatronLoad:
         agree(choice.wrong, subject=f"loading {self.folder(found)}")
         if taken is None:
             return
+        if not is_url(self.where):  # what is not read here is unpickled by others
+            refuse_unsafe_iteration(taken.saved.folder, alone=world_size() == 1, optimizer=self.wanted)
         trained_here = frozenset(one.piece.name for one in taken.shares or ())
         names = gather((frozenset(one.name for one in taken.pieces), trained_here))
         has, trains = (dict.fromkeys(frozenset().union(*one)) for one in zip(*names, strict=True))
