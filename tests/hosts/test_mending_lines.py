@@ -83,7 +83,7 @@ SGD, OVERRIDE = "--model test_mending_lines:_sgd", "-- --override-opt-param-sche
 TRUST = "--trust unlisted_class.Stranger"
 COMING = [
     # what was saved, the JSON and the command line of the coming run, what the error says, and both as it says
-    (PLAIN, Z1, "--world 7", "run on as many ranks as divide it (1)", Z1, "--world 1"),
+    (PLAIN, Z1, "--world 7", "run on as many data-parallel ranks as divide it (1)", Z1, "--world 1"),
     (PLAIN, Z1, "--world 1 --nodes 2", "give at most as many as ranks", Z1, "--world 1 --nodes 1"),
     (PLAIN, Z1, "--world 1 --tag none", "global_step3", Z1, "--world 1 --tag global_step3"),
     (PLAIN, Z1, "--world 1 --tag cut", "load another tag", Z1, "--world 1 --tag global_step3"),

@@ -17,15 +17,15 @@ MICRO = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2}
 @pytest.mark.parametrize(
     ("config", "world", "mend"),
     [
-        (MICRO, 4, r"run on as many ranks as divide it \(1, 2, 3, 6\)"),
+        (MICRO, 4, r"run on as many data-parallel ranks as divide it \(1, 2, 3, 6\)"),
         ({**MICRO, "gradient_accumulation_steps": 2}, 2, r"leave out gradient_accumulation_steps"),
-        ({"train_batch_size": 12}, 5, r"run on as many ranks as divide it \(1, 2, 3, 4, 6, 12\)"),
+        ({"train_batch_size": 12}, 5, r"run on as many data-parallel ranks as divide it \(1, 2, 3, 4, 6, 12\)"),
         ({"train_batch_size": 12, "gradient_accumulation_steps": 5}, 2, r"make train_batch_size a multiple of 10"),
         ({"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, 1, r"make train_batch_size a multiple of 2"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_what_can(config: dict[str, Any], world: int, mend: str) -> None:
-    with pytest.raises(ConfigError, match=mend):
+    with pytest.raises(ConfigError, match=f"(?s){mend}"):
         parse_config(config, world)
 
 
@@ -50,7 +50,7 @@ def test_each_way_that_is_offered_passes(batch: int, micro: int | None, steps: i
         return
     except ConfigError as error:
         (mend,) = [line for line in str(error).splitlines() if "To mend" in line]
-    if "as many ranks" in mend:
+    if "as many data-parallel ranks" in mend:
         ranks = [int(one) for one in mend.split("(")[1].split(")")[0].split(",")]
         assert all(parse_config(config, one) for one in ranks) and world not in ranks
         assert all(_refused(config, one) for one in range(1, max(ranks)) if one not in ranks)
@@ -86,15 +86,18 @@ def test_parameters_are_dealt_out_among_any_number_of_ranks_at_once() -> None:
     assert round_robin_order(list("abcde"), 2) == ["a", "c", "e", "b", "d"]  # type: ignore[arg-type,comparison-overlap]
 
 
-def test_deepspeed_itself_says_it_with_the_hooks_on() -> None:
+@pytest.mark.parametrize("size", [4, 4.0])
+def test_deepspeed_itself_says_it_with_the_hooks_on(size: float) -> None:
+    """A number of ranks that share sequences is a float in DeepSpeed."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
     class OfFour(DeepSpeedConfig):  # type: ignore[misc]
         def _configure_train_batch_size(self) -> None:
-            self.world_size = 4
+            self.world_size = size
             super()._configure_train_batch_size()
 
-    with ds_reshard.install("deepspeed"), pytest.raises(ConfigError, match=r"\(1, 2, 3, 6\)"):
+    mend = r"among 4 data.*\(1, 2, 3, 6\), or set train_micro_batch_size_per_gpu to 3(?!\.)"
+    with ds_reshard.install("deepspeed"), pytest.raises(ConfigError, match=f"(?s){mend}"):
         OfFour(MICRO)
     with pytest.raises(AssertionError):
         OfFour(MICRO)

@@ -165,7 +165,8 @@ def _batch_mend(batch: int, micro: int | None, steps: int | None, world: int) ->
         other = f"set train_micro_batch_size_per_gpu to {batch // ((steps or 1) * world)}"
     else:
         other = f"make train_batch_size {multiple}" if fixed else f"make train_batch_size a multiple of {multiple}"
-    return f"run on as many ranks as divide it ({', '.join(map(str, sizes[-12:]))}), or {other}" if sizes else other
+    fitting = ", ".join(map(str, sizes[-12:]))
+    return f"run on as many data-parallel ranks as divide it ({fitting}), or {other}" if sizes else other
 
 
 def _unknown_key(section: str, key: str, allowed: tuple[str, ...]) -> Fault:
