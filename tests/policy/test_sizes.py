@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8175),
     "operations": (("operations",), 5469),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7138),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7169),
     "other hosts": (("hosts",), 11216),
     "resume, hooks, cli, testing, top": ((".",), 7204),
 }

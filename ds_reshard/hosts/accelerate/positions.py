@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from ds_reshard.errors import UnsupportedLayout, raise_faults
@@ -71,7 +71,7 @@ def translated(
             wrapper.load_state_dict = functools.partial(_take, accelerator, wrapper, start, policy, (then, now))
             wrappers.append(wrapper)
     try:
-        with counted_elsewhere():
+        with counted_elsewhere() if then is not None else nullcontext():
             yield
     finally:
         for wrapper in wrappers:

@@ -73,7 +73,7 @@ from ds_reshard.hosts.deepspeed.move import Moved, divided_names, master_faults,
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
 from ds_reshard.hosts.deepspeed.resume import Resume, policy_of, restrict, scheduler_seam_off, was_saved_by
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
-from ds_reshard.hosts.deepspeed.unfound import check_trained_names, with_names
+from ds_reshard.hosts.deepspeed.unfound import check_trained_names, warn_of_others, with_names
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
@@ -463,6 +463,8 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
     if not faults and request.load_optimizer and request.custom_load_fn is None:
         faults += _other_members(run, checkpoint)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")
+    if not request.strict and request.custom_load_fn is None:
+        warn_of_others(live_model(run, {}), checkpoint, run.grid)
     if request.load_optimizer and "ZenFlow" in run.features and rank() == 0:
         logger.warning("ZenFlow: %s has no moments of the columns that it selects: they begin anew", request.load_dir)
 

@@ -267,7 +267,7 @@ def _weight_as_trained(checkpoint: AnyCheckpoint, entry: LiveTensor) -> bool:
 def _want_weight(wants: Wants, entry: LiveTensor, live: Optimizer | None) -> None:
     """A weight or buffer from the module's entries; without one, a trainable weight from its master.
 
-    Where the run partitions masters, only this rank's share is read into them, and the weight is then
+    Where the run trains it and partitions masters, only this rank's share is read into them, and the weight is then
     cast and gathered (`from_masters`).
     """
     checkpoint, names = wants.checkpoint, entry.entries
@@ -284,7 +284,8 @@ def _want_weight(wants: Wants, entry: LiveTensor, live: Optimizer | None) -> Non
             wants.whole_reads.append((record, f"module/{names[0]}"))
             return
         if has(checkpoint, name, "fp32"):
-            if live is not None and live.kind in ("zero", "bf16"):
+            trained = live is not None and not all(one.shapes.keys().isdisjoint(names) for one in live.buffers)
+            if trained and live is not None and live.kind in ("zero", "bf16"):
                 wants.from_masters.append(name)
             else:
                 _want_whole(wants, entry, TensorKey(name=name, kind="fp32"))
@@ -332,20 +333,18 @@ def _want_partitioned(wants: Wants, run: Run, live: Optimizer, *, masters: bool)
     the same where there are any, to be compared with that cast.
     """
     checkpoint = wants.checkpoint
+    kinds = ("fp32",) if masters and checkpoint.masters_in_module else ("weight", "fp32")
     for buffer in live.buffers:
         dtype = buffer.weight_dtype
         assert dtype is not None, "stage 3 has flat weights"
-        held = all(has(checkpoint, name, "weight") for name in buffer.shapes if prod(buffer.shapes[name]))
-        kind = "weight" if held and not (masters and checkpoint.masters_in_module) else "fp32"
-        saved = [
-            checkpoint.layout[TensorKey(name=n, kind=kind)].dtype for n in buffer.shapes if has(checkpoint, n, kind)
-        ]
-        if masters and (kind == "fp32" or any(d is not dtype for d in saved)):
+        held = [[TensorKey(name, kind) for kind in kinds if has(checkpoint, name, kind)] for name in buffer.shapes]
+        sources = {first.name: first for first, *_ in filter(None, held)}  # a load that is not strict may find no key
+        if masters and any(one.kind == "fp32" or checkpoint.layout[one].dtype is not dtype for one in sources.values()):
             continue
         into = wants.of_buffer(buffer, live)
         for placement in buffer.placements(RUN, {"weight": dtype}):
-            source = TensorKey(name=placement.key.name, kind=kind)
-            if source in checkpoint.layout and placement.numel:
+            source = sources.get(placement.key.name)
+            if source is not None and placement.numel:
                 into.existing(placement, source, buffer.partition_numel)
     trained = {name for buffer in live.buffers for name in buffer.shapes}
     for name, param in run.module.parameters().items():

@@ -40,6 +40,7 @@ from ds_reshard.hosts.deepspeed.engine import (
 )
 from ds_reshard.hosts.deepspeed.entries import OptimizerValues, Request, load_sampler
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
+from ds_reshard.hosts.deepspeed.load_targets import has
 from ds_reshard.hosts.deepspeed.prepare import Prepared
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.layout import Layout, TensorKey
@@ -450,11 +451,17 @@ def _weights_from_masters(engine: DeepSpeedEngine, live: Optimizer, prepared: Pr
     """Weights that the checkpoint did not hold in this run's type: cast from the masters, then gathered. Collective."""
     import torch
 
-    if live.kind in ("zero", "bf16"):
-        engine.optimizer.update_lp_params()
-        return
     names = set(prepared.wants.from_masters)
     params = {name: param for param, name in param_names(engine, prepared.grid).items()}
+    if live.kind in ("zero", "bf16"):
+        trained = (name for buffer in live.buffers for name in buffer.shapes)
+        others = [name for name in trained if not (name in names or has(prepared.checkpoint, name, "fp32"))]
+        kept = {name: params[name].detach().clone() for name in others}  # cast from no master of the checkpoint
+        engine.optimizer.update_lp_params()
+        with torch.no_grad():
+            for name, weight in kept.items():
+                params[name].copy_(weight)
+        return
     with torch.no_grad():
         for buffer, masters in zip(live.buffers, masters_of(engine), strict=True):
             at = 0
@@ -531,7 +538,7 @@ def master_faults(
             )
 
 
-_KEPT = "as before this load"
+KEPT = "as before this load"
 BY_DEEPSPEED = "not zero, as DeepSpeed left them"
 
 
@@ -550,7 +557,7 @@ def _moments_left(engine: DeepSpeedEngine, given: Samples, *, loaded: bool) -> s
         return ANEW[MOMENTS]
     if given:
         return FROM_CHECKPOINT if not given.differing() else OTHERS
-    return BY_DEEPSPEED if loaded else _KEPT
+    return BY_DEEPSPEED if loaded else KEPT
 
 
 def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
@@ -565,10 +572,10 @@ def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
         for step in (masters.numel() // _SAMPLED_NUMEL + 1,)
     ]
     if any(_first_difference(masters, weights) is not None for masters, weights in compared):
-        return "not those of the weights" if loaded else _KEPT
+        return "not those of the weights" if loaded else KEPT
     finer = any(_first_difference(weights, masters) is not None for masters, weights in compared)
     if not loaded:
-        return _KEPT if finer else ANEW[MASTERS]
+        return KEPT if finer else ANEW[MASTERS]
     if finer or all(weights.dtype is masters.dtype for masters, weights in compared):
         return FROM_CHECKPOINT
     return EQUAL_TO_WEIGHTS if engine.zero_load_from_fp32_weights() else ANEW[MASTERS]

@@ -51,7 +51,7 @@ from ds_reshard.hosts.deepspeed.load_targets import (
     want_optimizer,
 )
 from ds_reshard.hosts.deepspeed.settings import Settings
-from ds_reshard.hosts.deepspeed.unfound import LiveModel, check_trained_names, saved_shapes
+from ds_reshard.hosts.deepspeed.unfound import LiveModel, check_trained_names, saved_shapes, warn_of_others
 from ds_reshard.model.checkpoint import Shards
 from ds_reshard.model.content import MASTER, WEIGHT, regrouping_fault, reorder_groups
 from ds_reshard.model.facts import OptimizerFacts, Scalar, canonical, describe
@@ -111,6 +111,8 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
     faults += model_faults(model_now, checkpoint, grid, optimizer=loads_optimizer, strict=strict)
     faults += size_faults(live) if live is not None else ()
     raise_faults(faults, subject=subject)
+    if not strict:
+        warn_of_others(model_now, checkpoint, grid)
     if loads_optimizer and checkpoint.stage == 0 and live is not None:
         checkpoint, extents = groups.ordered
         shards = ZeroShards(checkpoint=checkpoint, stage0=extents)

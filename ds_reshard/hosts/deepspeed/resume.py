@@ -34,7 +34,7 @@ from ds_reshard.hooks.installation import REGISTRY
 from ds_reshard.hosts.deepspeed.engine import live_groups, live_kind, refuse_use, restore_use, scale_name
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived
 from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
-from ds_reshard.hosts.deepspeed.move import states_left
+from ds_reshard.hosts.deepspeed.move import KEPT, states_left
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.hosts.deepspeed.settings import Settings, parse_settings
 from ds_reshard.model.content import MASTER, WEIGHT
@@ -748,9 +748,18 @@ AWAITS_STATE = (
     "the resume policy applies to it when it loads its state"
 )
 _COUNTS_BATCHES = (
-    "the scheduler's position ({position}) counts batches of all {dp} ranks, {updates} updates, as accelerate steps: "
+    "the scheduler's position ({position}) counts batches of all {then} ranks, {updates} updates, as accelerate steps: "
     "under another data-parallel size the same position is another update; where the script's lengths are multiples of "
     "the number of ranks, give the scheduler its state with last_epoch {moved}"
+)
+_COUNTS_MICRO_BATCHES = (
+    "the scheduler's position ({position}) counts micro batches, {then} for each of {updates} updates, and an update "
+    "of this run has {now}: the same position is another update; where the script steps the scheduler with each micro "
+    "batch, give the scheduler the state that it was built with, but last_epoch {moved}"
+)
+_MOMENTS_KEPT = (
+    "weights were loaded without optimizer states into a run that has stepped: its moments are kept, which are not of "
+    "these weights; build the engine anew to begin them with zeros"
 )
 UNHOOKED = (
     "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
@@ -776,6 +785,8 @@ def report(engine: DeepSpeedEngine) -> ResumeReport:
         warnings.append(UNHOOKED)
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings.append(_OPTIMIZER_UNREAD)
+    if last.states is not None and last.states[MOMENTS] == KEPT:
+        warnings.append(_MOMENTS_KEPT)
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=rows, warnings=tuple(warnings))
 
 
@@ -845,16 +856,21 @@ def _unused_rate_warnings(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iter
 
 
 def _batch_count_warnings(engine: DeepSpeedEngine, last: Resume) -> list[str]:
-    """Return a warning if the position of an external scheduler counts the batches of another number of ranks."""
+    """Return a warning if an external scheduler's position counts what an update of this run has another number of.
+
+    That is the batches of all ranks, or the micro batches of one.
+    """
     assert last.saved is not None
-    saved, ranks = last.saved, engine.seq_dp_world_size
-    updates, saved_ranks = (saved.iteration or 0) - saved.skipped, saved.dp
+    saved, updates = last.saved, (last.saved.iteration or 0) - last.saved.skipped
     position = list(last.external.values())[-1] if last.external else None
-    if (
-        not updates
-        or saved_ranks in (1, ranks)
-        or position != updates * saved_ranks
-        or schedulers.is_counted_elsewhere()
-    ):
+    if not updates or schedulers.is_counted_elsewhere():
         return []
-    return [_COUNTS_BATCHES.format(position=position, updates=updates, dp=saved_ranks, moved=updates * ranks)]
+    counts = [
+        (_COUNTS_BATCHES, saved.dp, engine.seq_dp_world_size),
+        (_COUNTS_MICRO_BATCHES, saved.batch[1] or 1, engine.gradient_accumulation_steps()),
+    ]
+    return [
+        text.format(position=position, updates=updates, then=then, now=now, moved=updates * now)
+        for text, then, now in counts
+        if then not in (1, now) and position == updates * then
+    ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -60,8 +60,6 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
     shapes = {name: shape for name, shape in saved_shapes(checkpoint).items() if grid.is_responsible_for(name)}
     saved, run = [*shapes, *checkpoint.model.objects], {**model.trainable, **model.frozen, **dict.fromkeys(model.keys)}
     if run.keys() <= set(saved):
-        if not strict:
-            _warn_of_left_over(model, checkpoint, shapes)
         return
     names = patterns(saved, run)
     trained = [name for name, shape in (model.trainable or model.frozen).items() if prod(shape)]
@@ -88,15 +86,21 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
         logger.warning("%s %s; %s", checkpoint.listing.folder, text, mend)
 
 
-def _warn_of_left_over(model: LiveModel, checkpoint: AnyCheckpoint, shapes: Collection[str]) -> None:
-    """Name on rank 0 the parameters of the checkpoint that a load which is not strict passes over."""
-    saved = checkpoint.model
-    parameters = {*saved.trainable, *saved.frozen_shapes} or saved.module.keys() - saved.buffer_names
-    left = sorted(name for name in parameters if name in shapes and name not in model.keys)
-    if left and not rank():
-        what = "has %d parameters that this run's model has not, and they are left out: %s"
-        shown = f"{', '.join(left[:4])}{', ...' if len(left) > 4 else ''}"
-        logger.warning(f"%s {what}", checkpoint.listing.folder, len(left), shown)
+def warn_of_others(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid) -> None:
+    """Name on rank 0 what a load that is not strict leaves out of the checkpoint, and what keeps its values in the run.
+
+    Those are parameters, buffers and extra states; `check_trained_names` names trained parameters that are missing.
+    """
+    saved, keys = {*saved_shapes(checkpoint), *checkpoint.model.objects}, model.keys
+    saved = {name for name in saved if grid.is_responsible_for(name)}
+    lacking = [name for name in keys - saved if model.tied.get(name, {name}).isdisjoint(saved | model.trainable.keys())]
+    for names, what in (
+        (saved - keys, "has entries that this run's model has not, and they are left out"),
+        (lacking, "lacks entries of this run's model, and they keep their values"),
+    ):
+        if names and not rank():
+            shown = f"{', '.join(sorted(names)[:4])}{', ...' if len(names) > 4 else ''}"
+            logger.warning("%s %s (%d): %s", checkpoint.listing.folder, what, len(names), shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -112,6 +113,47 @@ def _train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, steps: 
         scheduler.step()
         optimizer.zero_grad()
     return seen
+
+
+def by_micro_batch(
+    accumulation: int, folder: str, load: bool = False, policy: str = "host", moved: int | None = None
+) -> tuple[list[float], list[str]]:
+    """The script itself steps the schedule, with each micro batch; at the position `moved` where one is given.
+
+    The rates of four updates, and what was told of the position.
+    """
+    import ds_reshard
+
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": 1},
+        "ds_reshard": {"resume": {"scheduler": policy}},
+    }
+    with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"), heard() as told:
+        of_script = {"gradient_accumulation_steps": accumulation, "step_scheduler_with_optimizer": False}
+        accelerator, net = new_accelerator(config, **of_script), new_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+        model, optimizer, scheduler = accelerator.prepare(net, optimizer, KINDS["MultiStepLR"](optimizer, accumulation))
+        built = copy.deepcopy(scheduler.scheduler.state_dict())
+        if load:
+            accelerator.load_state(folder)
+        if moved is not None:
+            scheduler.scheduler.load_state_dict({**built, "last_epoch": moved})
+        seen = []
+        for micro in range(4 * accumulation):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(*jobs.batch(micro, 0, 2)))
+                if accelerator.sync_gradients:
+                    seen.append(float(scheduler.scheduler.optimizer.param_groups[0]["lr"]))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        if not load:
+            accelerator.save_state(folder)
+    return seen, [str(line) for line in told if "counts micro batches" in str(line)]
 
 
 def rates(kind: str, first: int, count: int, lr: float = LR) -> list[float]:

@@ -153,3 +153,21 @@ def test_lengths_that_are_no_multiples_are_not_told(worlds: Any) -> None:
     for rank in worlds[3].run("position_jobs.placeholder", kind="linear", times=1, clock=None, accumulation=1):
         assert rank[1] == []
         _same(rank[0], rates("linear", 0, 6))
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, 2), (2, 4)])
+@pytest.mark.parametrize("policy", ["host", "override", "checkpoint"])
+def test_a_count_of_micro_batches_is_told_where_an_update_has_others(
+    worlds: Any, tmp_path: Path, then: int, now: int, policy: str
+) -> None:
+    """With the line that mends it, which is followed; of the same number of micro batches nothing is told."""
+    job, asked = "position_jobs.by_micro_batch", {"folder": str(tmp_path), "load": True, "policy": policy}
+    worlds[1].run(job, accumulation=then, folder=str(tmp_path))
+    ((_, told),) = worlds[1].run(job, accumulation=now, **asked)
+    wanted = f"counts micro batches, {then} for each of 4 updates, and an update of this run has {now}"
+    assert told and all(wanted in line and f"last_epoch {4 * now}" in line for line in told), told
+    if policy == "host":
+        ((after, _),) = worlds[1].run(job, accumulation=now, moved=4 * now, **asked)
+        assert after == rates("MultiStepLR", 4, 4)
+        ((after, told),) = worlds[1].run(job, accumulation=then, **asked)
+        assert (after, told) == (rates("MultiStepLR", 4, 4), [])

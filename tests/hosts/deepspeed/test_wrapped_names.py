@@ -72,7 +72,43 @@ def test_what_a_loose_load_leaves_in_the_checkpoint_is_named(
     asked = {"run": target, "wrapper": "two second", "folder": str(tmp_path), "names": None}
     (told,) = worlds[target.dp].run("wrapped_jobs.load", **asked, **LOOSE)
     (line,) = [line for line in told["lines"] if "left out" in line]
-    assert "has 2 parameters that this run's model has not, and they are left out: head.bias, head.weight" in line
+    assert "has entries that this run's model has not, and they are left out (2): head.bias, head.weight" in line
+
+
+@pytest.mark.parametrize("arguments", [LOOSE, {"load_module_strict": False}], ids=["weights", "optimizer"])
+@pytest.mark.parametrize(("source", "target"), [(Run(2, 2), Run(3, 1)), (Run(0, 1), Run(0, 1)), (Run(1, 1), Run(1, 1))])
+def test_buffers_that_one_side_alone_has_are_named(
+    worlds: Any, tmp_path: Path, source: Run, target: Run, arguments: dict[str, bool]
+) -> None:
+    """Of both sides at once, and also where the optimizer is loaded, for which the trained parameters must agree."""
+    worlds[source.dp].run("wrapped_jobs.save", run=source, wrapper="buffered old", folder=str(tmp_path))
+    asked = {"run": target, "wrapper": "buffered new", "folder": str(tmp_path), "names": None}
+    (told,) = worlds[target.dp].run("wrapped_jobs.load", **asked, **arguments)
+    lines = " ".join(told["lines"])
+    assert "has entries that this run's model has not, and they are left out (1): old" in lines, told
+    assert "lacks entries of this run's model, and they keep their values (1): new" in lines, told
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        ("frozen first", "two second"),
+        ("two second", "frozen first"),
+        ("two second", "longer"),
+        ("frozen first", "longer"),
+    ],
+)
+@pytest.mark.parametrize(("source", "target"), [(Run(3, 2), Run(2, 2)), (Run(3, 1), Run(3, 2)), (Run(2, 1), Run(3, 2))])
+def test_weights_alone_are_those_of_the_checkpoint_whatever_is_trained(
+    worlds: Any, tmp_path: Path, source: Run, target: Run, saved: str, loaded: str
+) -> None:
+    """From stage 3 a weight is the cast of its master, if it was trained; one that is new makes no other one random."""
+    (truth, *_) = worlds[source.dp].run("wrapped_jobs.save", run=source, wrapper=saved, folder=str(tmp_path))
+    asked = {"run": target, "wrapper": loaded, "folder": str(tmp_path), "names": None, **LOOSE}
+    for told in worlds[target.dp].run("wrapped_jobs.load", **asked):
+        assert "error" not in told, told
+        weights = [f"{number} weight" for number in range(4)]
+        assert [name for name in weights if not torch.equal(truth[name], told["held"][name])] == []
 
 
 @pytest.mark.parametrize(

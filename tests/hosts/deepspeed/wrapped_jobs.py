@@ -69,6 +69,12 @@ def network(wrapper: str) -> Any:
         net.requires_grad_(False).add_module("head", torch.nn.Linear(6, 6))
     if kind == "held":
         net = _Holder(net)
+    if kind == "buffered":
+        net.register_buffer(name, torch.ones(3))
+    if kind == "frozen":
+        net.get_submodule(name).requires_grad_(False)
+    if kind == "longer":  # trains a head with all the rest
+        net.add_module("head", torch.nn.Linear(6, 6))
     return net
 
 
@@ -83,16 +89,24 @@ def _build(run: Run, wrapper: str, seed: int) -> Any:
     return engine
 
 
-def _held(engine: Any) -> dict[str, Any]:
-    """Weights, masters and moments by the place of each parameter."""
+def _weights(engine: Any) -> dict[str, Any]:
+    """Weights by the place of each parameter."""
     from deepspeed.runtime.zero import GatheredParameters
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
     found = {}
     for number, parameter in enumerate(engine.module.parameters()):
         with GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
             found[f"{number} weight"] = parameter.detach().clone()
+    return found
+
+
+def _held(engine: Any) -> dict[str, Any]:
+    """Weights, masters and moments by the place of each parameter."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", lambda: None)()
+    found = _weights(engine)
+    for number, parameter in enumerate(engine.module.parameters()):
         if parameter.requires_grad and engine.zero_optimization_stage():
             found[f"{number} fp32"] = safe_get_full_fp32_param(parameter).clone()
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -124,7 +138,8 @@ def load(run: Run, wrapper: str, folder: str, names: Any, again: str = "", **arg
                 engine.load_checkpoint(again)
     except ds_reshard.ReshardError as error:
         return {"error": type(error).__name__, "text": str(error)}
-    return {"held": _held(engine) if not arguments else {}, "lines": [str(line) for line in lines]}
+    held = _held(engine) if not arguments else _weights(engine)
+    return {"held": held, "lines": [str(line) for line in lines]}
 
 
 _TOPS = {"model": ("model", "optimizer"), "app": ("app", "optim"), "net": ("net", "optim"), "": ("", "")}
