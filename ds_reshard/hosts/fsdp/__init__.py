@@ -21,7 +21,7 @@ from ds_reshard.containers.dcp_directory import METADATA, read_directory
 from ds_reshard.containers.digests import digest
 from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import ConfigError, ModelMismatch, ReshardError, raise_faults
-from ds_reshard.formats.dcp.entries import MODELS, Asked, Matched, Unasked, left_out, match_keys, optimizers
+from ds_reshard.formats.dcp.entries import MODELS, Asked, Matched, Unasked, left_out, match_keys, named, optimizers
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
 from ds_reshard.hosts.fsdp.settings import asks_to_verify, note_saved, saved_here
 from ds_reshard.model.content import WEIGHT
@@ -194,14 +194,18 @@ def _top(keys: Sequence[str], members: Set[str]) -> str:
 
 
 def _refuse_unfound(wanted: object, folder: str, error: BaseException) -> None:
-    """Raise ModelMismatch in place of torch's error, which names one key, where none of the weights was found."""
+    """Raise ModelMismatch in place of torch's error, which names one key, with all tensors that were not found."""
     found, _, _ = attempt(lambda: read_directory(folder))
     saved = [*found.tensors, *found.objects] if found is not None else []
+    matched = _matched(wanted if found is not None else {}, saved)
     try:
-        seen = [(Unasked(0, 0), _matched(wanted if found is not None else {}, saved))]
-        match_keys(seen, saved, folder, rank=rank(), mend=partial(_mend, wanted, folder))
+        match_keys([(Unasked(0, 0), matched)], saved, folder, rank=rank(), mend=partial(_mend, wanted, folder))
     except ModelMismatch as unfound:
         raise unfound from error
+    if matched.lacking and "Missing key" in str(error):  # as torch 2.5 to 2.14 say it
+        mend = "build the saved model, or DefaultLoadPlanner(allow_partial_load=True) to keep what is there"
+        what = f"lacks {named(sorted(matched.lacking), 'tensor')}"
+        raise ModelMismatch.of(folder, what, "every key that this run asks for", "others", mend=mend) from error
 
 
 def refuse_policy(host: str, folder: str | None, group: ProcessGroup | None = None, *, alone: bool = False) -> None:

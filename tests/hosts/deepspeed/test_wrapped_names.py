@@ -240,3 +240,11 @@ def test_torchs_own_partial_load_names_what_stays(worlds: Any, tmp_path: Path) -
     told = worlds[2].run("wrapped_jobs.directory", wrapper="two other", **asked)
     stays = [line for one in told for line in one["lines"] if "lacks 8 tensors (model.other.bias, " in line]
     assert len(stays) == 1 and "which stay as they are" in stays[0], told
+
+
+def test_torchs_own_strict_load_names_everything_that_is_missing(worlds: Any, tmp_path: Path) -> None:
+    """In place of torch's exception, which names one key of them."""
+    worlds[2].run("wrapped_jobs.directory", wrapper="two second", folder=str(tmp_path), top="model")
+    asked = {"folder": str(tmp_path), "top": "model", "load": True}
+    for told in worlds[2].run("wrapped_jobs.directory", wrapper="two other", **asked):
+        assert told.get("error") == "ModelMismatch" and "lacks 8 tensors (model.other.bias, " in told["text"], told
