@@ -142,6 +142,22 @@ def _at_end() -> None:
     forget_mark()
 
 
+def report_unseen() -> None:
+    """At exit, log an error if no load has applied the flags of a script's own parser. They change no status."""
+    atexit.unregister(_report)
+    atexit.register(_report)
+
+
+def _report() -> None:
+    ends_with_status = _APPLIED in os.environ  # which says it, too
+    if ends_with_status or os.environ.get("RANK", "0") != "0" or getattr(sys, "last_value", None) is not None:
+        return
+    try:
+        refuse_unseen()
+    except ConfigError as error:
+        _LOG.error("%s", error)
+
+
 _settings, _flags = os.environ.get("DS_RESHARD_SETTINGS", ""), os.environ.get(_FLAGS, "")
 if _flags:
     policy_sources.ask(policy_sources.from_flags(shlex.split(_flags), place=_FLAGS))

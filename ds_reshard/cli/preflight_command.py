@@ -54,6 +54,7 @@ def _forecast(arguments: argparse.Namespace) -> Forecast:
 def _megatron(arguments: argparse.Namespace, flags: Sequence[str]) -> Forecast:
     given = ["--tag"] if arguments.tag is not None else []
     given += [f"--{name}" for name in _SIZES if getattr(arguments, name) > 1]
+    given += ["--no-load-module-strict"] * arguments.no_load_module_strict
     if given:
         mend = "say it in its own flags, after --: --ckpt-step, --tensor-model-parallel-size, ..."
         raise ConfigError(f"{', '.join(given)}: is not asked of a run of Megatron-LM; {mend}")
@@ -89,11 +90,13 @@ def _deepspeed(arguments: argparse.Namespace) -> Forecast:
     if model is not None and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # a script finds its neighbours; after all that is installed
     sizes = {name: getattr(arguments, name) for name in ("world", "nodes", *_SIZES)}
+    strict = not arguments.no_load_module_strict
     _ask(flags)
     config = fill_from_flags(config, _values(flags))
     try:
         with contextlib.redirect_stdout(sys.stderr):  # where DeepSpeed and the factory of a model may print
-            return forecast(arguments.checkpoint, PlannedRun(config=config, model=model, **sizes), tag=arguments.tag)
+            run = PlannedRun(config=config, model=model, load_module_strict=strict, **sizes)
+            return forecast(arguments.checkpoint, run, tag=arguments.tag)
     finally:
         policy_sources.forget()
 
@@ -210,6 +213,9 @@ PREFLIGHT = Command(
         "--model": text(
             "MODULE:FUNCTION",
             "imports it, and calls it on torch's meta device; gives the model, or model and optimizer, to be compared",
+        ),
+        "--no-load-module-strict": switch(
+            "the script loads with load_module_strict=False, as transformers' Trainer does a model of PEFT"
         ),
         "--deep": switch("read every byte, too, and look at all values"),
         "--bandwidth": gigabytes("gigabytes a second that a node reads (default: %(default)s)"),

@@ -7,8 +7,10 @@ states of a fresh optimizer before it loads them, in a function of its module.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Iterable, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, cast
 
 from ds_reshard import hosts
@@ -29,14 +31,15 @@ def load_state_dict(call: Call) -> object:
 
     Not collective: ranks are given the same policy. An optimizer that has trained goes back, and does not resume.
     Inside a load of a host the policy is the host's affair. Megatron's and nanotron's optimizers have seams of their
-    own, also in a loop of the script's; DeepSpeed's has the policy of its engine's JSON.
+    own, also in a loop of the script's; DeepSpeed's has the policy of its engine's JSON. An optimizer that the script
+    loads beside them has none.
     """
     policy, optimizer = asked_policy(), call["self"]
     if under_way() or (hosts.hooked("deepspeed") and (hosts.refuse_policy_of_engine(optimizer) or policy.is_default)):
         return call()
     if _has_trained(optimizer):
         return call()
-    if (policy.is_default and policy.report is None) or hosts.hooked("megatron") or hosts.hooked("nanotron"):
+    if (policy.is_default and policy.report is None) or _is_called_by_host():
         return call()
     if not _is_its_own(optimizer, call["state_dict"]):
         refuse_unapplied(f"{type(optimizer).__name__}.load_state_dict")
@@ -53,6 +56,17 @@ def begin_states(call: Call) -> object:
     _BEGUN[optimizer] = None
     optimizer.register_step_post_hook(lambda stepped, *_: _BEGUN.pop(stepped, None))
     return result
+
+
+def _is_called_by_host() -> bool:
+    """True if Megatron's or nanotron's own code loads the optimizer, and their hooks are on."""
+    owners = tuple(f"{name}." for name in ("megatron", "nanotron") if hosts.hooked(name))
+    frame: FrameType | None = sys._getframe(1)
+    while owners and frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith(owners):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _has_trained(optimizer: Optimizer) -> bool:

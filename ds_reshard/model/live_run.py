@@ -44,7 +44,7 @@ class LiveTensor:
 
 
 Unloaded = tuple[object, frozenset[str]]
-"""The value of an entry that no module loads, and the names of the tensors that it belongs to."""
+"""The value of an entry that is no tensor of its module, and the names of the tensors that it belongs to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,7 @@ class LiveModule:
 
     `names` are all entries of its state dict, `other_shapes` the shapes of entries that are not read as tensors.
     `unloaded` are entries that no module loads, `extra_state_entries` those that modules load by `set_extra_state`.
+    `scales` are entries beside an integer weight, which the loading code of its module takes.
     `has_load_hooks` is true if some module takes part in loading; `versioned` maps the modules that load according to
     the saved version to their version.
     """
@@ -61,6 +62,7 @@ class LiveModule:
     names: frozenset[str]
     other_shapes: Mapping[str, Shape] = field(default_factory=dict)
     unloaded: Mapping[str, Unloaded] = field(default_factory=dict)
+    scales: Mapping[str, Unloaded] = field(default_factory=dict)
     extra_state_entries: tuple[str, ...] = ()
     has_load_hooks: bool = False
     versioned: Mapping[str, int] = field(default_factory=dict)

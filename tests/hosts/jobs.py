@@ -21,7 +21,7 @@ import golden
 import torch
 from cases import GLOBAL_BATCH, Model, Run, ds_config
 from devices import BACKEND, DEVICE
-from odd_optimizer import Coded, Odd
+from odd_optimizer import Cast, Coded, Odd
 
 _STATE: dict[str, Any] = {}
 _LINEAR = torch.nn.functional.linear
@@ -189,6 +189,7 @@ def _optimizer(model: Model, groups: list[dict[str, Any]]) -> torch.optim.Optimi
         "nadam": lambda: torch.optim.NAdam(groups),
         "fused": lambda: fused_adam(groups),
         "coded": lambda: Coded(groups, momentum=0.9),
+        "cast": lambda: Cast(groups, momentum=0.9),
     }
     if model.optimizer.startswith("odd_"):
         return Odd(groups, model.optimizer.removeprefix("odd_"))
@@ -368,7 +369,7 @@ def contents(engine: Any) -> dict[str, Any]:
     def put(name: str, start: int, take: slice, master: torch.Tensor, state: dict[str, Any]) -> None:
         pieces.append((name, "fp32", start, master.detach().view(-1)[take].to("cpu", copy=True)))
         for kind, value in state.items():
-            if kind in ("absmax", "rms", "weight"):
+            if kind in ("absmax", "absmax1", "rms", "weight"):
                 continue
             if torch.is_tensor(value) and value.numel() == master.numel() and (value.dim() or kind != "step"):
                 if kind in ("step", "mu_product"):

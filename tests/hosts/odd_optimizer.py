@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 
-class Coded(torch.optim.SGD):
-    """Momentum in codes of 8 bits, with a scale per block (synthetic; bitsandbytes' optimizers load their own so)."""
+class Cast(torch.optim.SGD):
+    """Momentum in codes of 8 bits, with a scale per block (synthetic), which torch casts when it loads them."""
 
     def step(self, closure: Any = None) -> Any:
         answer = super().step(closure)
@@ -17,6 +17,10 @@ class Coded(torch.optim.SGD):
             state["state1"] = (parameter.detach() / scale * 127 + 128).to(torch.uint8)
             state["absmax1"] = scale.expand(-(-parameter.numel() // 8)).clone()
         return answer
+
+
+class Coded(Cast):
+    """The same, which loads its own, as bitsandbytes' optimizers do."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         types = {number: {k: v.dtype for k, v in one.items()} for number, one in state_dict["state"].items()}

@@ -131,6 +131,7 @@ COMMANDS = {
         "--ep",
         "--json",
         "--model",
+        "--no-load-module-strict",
         "--nodes",
         "--pp",
         "--sp",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import ceil, gcd, prod
@@ -191,7 +191,10 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
     trained = {name for group in order for name in group}
     tied = {*saved.shared, *saved.shared.values()}
     tensors: dict[tuple[bool, object], list[str]] = {}
+    beside = dict.fromkeys(name for name in saved.module if _is_beside_tensor(name, saved.module))
     for name, record in saved.module.items():
+        if name in beside:
+            continue
         storage = (record.storage.path, record.storage.key, record.byte_offset) if record.numel else name
         buffer, by_name = name in saved.buffer_names, name in tied or checkpoint.stage == 3
         key: object = name if buffer else saved.shared.get(name, name) if by_name else storage
@@ -209,7 +212,7 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
         names_of = () if buffer else tuple(names)
         tensor = LiveTensor(names=names_of, entries=tuple(names), shape=shape, dtype=live_dtype, trainable=trainable)
         live_tensors.append(tensor)
-    objects = list(filter(grid.is_responsible_for, saved.objects))
+    objects = list(filter(grid.is_responsible_for, (*beside, *saved.objects)))
     return PlannedModel(
         module=LiveModule(
             tensors=tuple(live_tensors),
@@ -222,6 +225,14 @@ def saved_model(checkpoint: AnyCheckpoint, grid: LiveGrid, dtype: ElementType | 
         ),
         info=info,
     )
+
+
+def _is_beside_tensor(name: str, module: Container[str]) -> bool:
+    """Whether an entry is named below a tensor's, as "base.weight.absmax" is: no parameter or buffer of a module is.
+
+    bitsandbytes' Linear4bit writes such entries, and does not load them (nn/modules.py, 0.50.2).
+    """
+    return any(name[:at] in module for at, letter in enumerate(name) if letter == ".")
 
 
 def _saved_values(checkpoint: AnyCheckpoint, count: int) -> list[Group]:

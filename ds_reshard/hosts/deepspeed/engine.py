@@ -140,29 +140,40 @@ def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
         found.setdefault(id(param), (param, [], []))[1].append(grid.global_name(name))
     state: dict[str, object] = module.state_dict(keep_vars=True)
     whole = {grid.global_name(name): value for name, value in state.items()}
-    params, unloaded, read = set(found), dict[str, Unloaded](), set[str]()
+    params, unloaded, scales, read = set(found), dict[str, Unloaded](), dict[str, Unloaded](), set[str]()
     named = list(module.named_modules())
     loaders = {id(one) for _, one in named if has_loader(one)}
-    for name, beside in entries_unloaded(module, state, loaders).items():
-        unloaded[grid.global_name(name)] = state[name], frozenset(map(grid.global_name, beside))
+    no_loader, codes = entries_unloaded(module, state, loaders), _integers(module)
+    for name, beside in entries_unloaded(module, state, set()).items():
+        entry = state[name], frozenset(map(grid.global_name, beside))
+        if name in no_loader:
+            unloaded[grid.global_name(name)] = entry
+        elif not codes.isdisjoint(beside):
+            scales[grid.global_name(name)] = entry
     for name, value in whole.items():
         if isinstance(value, torch.Tensor) and name.rpartition(".")[2] != EXTRA_STATE and name not in unloaded:
             found.setdefault(id(value), (value, [], []))[2].append(name)
             read.add(name)
     own = torch.nn.Module.set_extra_state
     extra = [f"{name}.{EXTRA_STATE}".lstrip(".") for name, one in named if type(one).set_extra_state is not own]
-    left = {name: value for name, value in whole.items() if name not in read and id(value) not in params}
+    aside = read | unloaded.keys()
+    left = {name: value for name, value in whole.items() if name not in aside and id(value) not in params}
     return LiveModule(
         tensors=tuple(_tensor(tensor, tuple(names), tuple(entries)) for tensor, names, entries in found.values()),
         names=frozenset(whole),
         other_shapes={name: tuple(value.shape) for name, value in left.items() if hasattr(value, "shape")},
         unloaded=unloaded,
+        scales=scales,
         extra_state_entries=tuple(map(grid.global_name, extra)),
         has_load_hooks=bool(loaders) or _loads_itself(module, state),
         versioned={
             saved_name(n): one._version for n, one in named if id(one) in loaders and one._version not in (None, 1)
         },
     )
+
+
+def _integers(module: torch.nn.Module) -> set[str]:
+    return {name for name, param in module.named_parameters() if not (param.is_floating_point() or param.is_complex())}
 
 
 def _tensor(tensor: torch.Tensor, names: tuple[str, ...], entries: tuple[str, ...]) -> LiveTensor:

@@ -24,8 +24,9 @@ from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.hosts.deepspeed.engine import SCALE, Run, live_kind
 from ds_reshard.hosts.deepspeed.settings import Settings
 from ds_reshard.model.facts import Scalar, ScalarTensor
-from ds_reshard.model.live_run import LiveModule, Unloaded
+from ds_reshard.model.live_run import LiveModule
 from ds_reshard.model.records import ElementType, GlobalName, ObjectRecord, TensorRecord
+from ds_reshard.operations.ranks import rank
 from ds_reshard.resume.scheduler_policy import other_state_faults
 
 if TYPE_CHECKING:
@@ -323,21 +324,30 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
     }
 
 
-def unloaded_faults(checkpoint: AnyCheckpoint, unloaded: Mapping[str, Unloaded], *, strict: bool) -> Iterator[Fault]:
+def unloaded_faults(checkpoint: AnyCheckpoint, module: LiveModule, *, strict: bool) -> Iterator[Fault]:
     """Saved entries that no module loads are errors if the load is strict.
 
     Else each must be what this run has, where the tensor that it belongs to is loaded: a save without frozen weights
-    has their scales all the same (`module_state_dict` leaves out parameters alone, runtime/engine.py, 0.19.8).
+    has their scales all the same (`module_state_dict` leaves out parameters alone, runtime/engine.py, 0.19.8). Scales
+    that are loaded must be this run's where their weight is not: bitsandbytes' Linear8bitLt takes them alone.
     """
-    saved = checkpoint.model
+    saved, unloaded = checkpoint.model, module.unloaded
     named = {*saved.module, *saved.objects}
     held = [name for name in unloaded if name in named]
     what, mend = "is saved by its module, which does not load it", "pass load_module_strict=False"
     if not strict:
-        loaded = [name for name in held if not unloaded[name][1].isdisjoint(named | saved.trainable.keys())]
-        held = [name for name in loaded if not _is_same(saved.module.get(name), unloaded[name][0])]
+        differ = [name for name in held if not _is_same(saved.module.get(name), unloaded[name][0])]
+        held = [name for name in differ if not unloaded[name][1].isdisjoint(named | saved.trainable.keys())]
+        passed = [name for name in differ if name not in held and isinstance(unloaded[name][0], torch.Tensor)]
+        if passed and not rank():
+            text = "%s: %s has another value in this run: its frozen weights, which were not saved, may be others"
+            logger.warning(text, checkpoint.listing.folder, passed[0])
         what = "has another value in this run, and its module does not load it"
         mend = "build the model from the frozen weights of the saved run"
+        left = [name for name in module.scales if module.scales[name][1].isdisjoint(named | saved.trainable.keys())]
+        differ = [n for n in left if n in named and not _is_same(saved.module.get(n), module.scales[n][0])]
+        if differ and not held:
+            held, what = differ, "has another value in this run, and the weight that it scales is not in the checkpoint"
     if held:
         more = f" and {len(held) - 1} more entries" if len(held) > 1 else ""
         yield ModelMismatch.fault(f"module entry {held[0]}{more}", what, mend=mend)

@@ -237,7 +237,7 @@ def want_model(wants: Wants, run: Run, *, masters: bool, strict: bool) -> None:
     """
     live = run.optimizer
     trainable = {name for buffer in live.buffers for name in buffer.shapes} if live else set()
-    wants.faults += unloaded_faults(wants.checkpoint, run.module.unloaded, strict=strict)
+    wants.faults += unloaded_faults(wants.checkpoint, run.module, strict=strict)
     if live is not None and live.kind == "zero3":
         _want_partitioned(wants, run, live, masters=masters)
     for entry in run.module.tensors:

@@ -27,6 +27,7 @@ from ds_reshard.hosts.deepspeed.engine import (
     SCALE,
     Memory,
     Optimizer,
+    entries_unloaded,
     inner_of,
     live_grid,
     live_groups,
@@ -75,12 +76,12 @@ def move(engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings
     """
     subject = f"loading {prepared.checkpoint.listing.folder}"
     (witness, memory), outcome = _read(engine, prepared, settings, subject)
-    steps.take(lambda: _settle_model(engine, prepared, settings, memory), subject=subject)
+    steps.take(lambda: _settle_model(engine, prepared, request, settings, memory), subject=subject)
     steps.take(lambda: _adopt(engine, prepared, request), subject=subject)
     live = prepared.live
     if live is not None and prepared.wants.from_masters:
         steps.take(lambda: _weights_from_masters(engine, live, prepared), subject=subject, always=True)
-        steps.take(lambda: _run_loaders(engine.module, prepared, memory.state), subject=subject)
+        steps.take(lambda: _run_loaders(engine.module, prepared, request, memory.state), subject=subject)
     if live is not None and _masters_anew(prepared):
         steps.take(lambda: _masters_from_weights(engine.optimizer, live), subject=subject, always=True)
     proof = None
@@ -181,7 +182,9 @@ def _begin(
     return (witness, memory), targets, executor
 
 
-def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Settings, memory: Memory) -> None:
+def _settle_model(
+    engine: DeepSpeedEngine, prepared: Prepared, request: Request, settings: Settings, memory: Memory
+) -> None:
     """Fill in the parts of the module that the executor does not move, then compare weights with masters."""
     import torch
 
@@ -189,14 +192,18 @@ def _settle_model(engine: DeepSpeedEngine, prepared: Prepared, settings: Setting
         for record, name in prepared.wants.whole_reads:
             memory.tensors[name].copy_(read_tensor(record))
         if not prepared.wants.from_masters:
-            _run_loaders(engine.module, prepared, memory.state)
+            _run_loaders(engine.module, prepared, request, memory.state)
     if settings.checksum:
         folder = prepared.checkpoint.listing.folder
         raise_faults(masters_against_weights(engine, prepared), subject=f"loading {folder}")
 
 
-def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str, object]) -> None:
-    """Call the modules' own loading code with what was saved, as DeepSpeed does with its state dict."""
+def _run_loaders(module: torch.nn.Module, prepared: Prepared, request: Request, state: Mapping[str, object]) -> None:
+    """Call the modules' own loading code with what was saved, as DeepSpeed does with its state dict.
+
+    An entry that it passes over is an error, unless the load is not strict and the tensors beside it were not saved, as
+    the format of a weight of bitsandbytes in 8 bits (`maybe_rearrange_weight`, nn/modules.py, 0.50.2).
+    """
     import torch
 
     if not prepared.run.module.has_load_hooks:
@@ -208,7 +215,12 @@ def _run_loaders(module: torch.nn.Module, prepared: Prepared, state: Mapping[str
         given = _state_saved(part, prefix, prepared, state)
         with torch.no_grad():
             answer = part.load_state_dict(given, strict=False)
-        if unloaded := [name for name in getattr(answer, "unexpected_keys", ()) if f"{prefix}{name}" in state]:
+        beside = entries_unloaded(part, given, set())
+        if unloaded := [
+            name
+            for name in getattr(answer, "unexpected_keys", ())
+            if f"{prefix}{name}" in state and (request.strict or not given.keys().isdisjoint(beside.get(name, given)))
+        ]:
             raise ModelMismatch(
                 f"module {type(part).__name__}: its state dict has entries that it does not load itself: "
                 f"{', '.join(unloaded[:8])}; resume with the layout that was saved"

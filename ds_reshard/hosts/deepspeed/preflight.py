@@ -6,7 +6,7 @@ shards are opened here, as the ranks of the run together would open them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from math import gcd, prod
@@ -74,13 +74,16 @@ from ds_reshard.resume.scheduler_policy import SCHEDULED
 if TYPE_CHECKING:
     from deepspeed.runtime.config import DeepSpeedConfig
 
-_MAX_SHOWN_RANKS = 12
+_MAX_SHOWN_RANKS, _NOT_STRICT = 12, "load_module_strict=False"
 _SET_BY_SCRIPT = "the script's"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedRun:
-    """The planned run: its JSON, its ranks and nodes, and a function that builds the model, if there is one."""
+    """The planned run: its JSON, its ranks and nodes, and a function that builds the model, if there is one.
+
+    `load_module_strict` is the argument that its script gives `load_checkpoint`.
+    """
 
     config: Mapping[str, object]
     world: int
@@ -89,6 +92,7 @@ class PlannedRun:
     pp: int = 1
     ep: int = 1
     sp: int = 1
+    load_module_strict: bool = True
     model: Callable[[], object] | None = None
 
 
@@ -103,6 +107,12 @@ def forecast(path: str, coming: PlannedRun, *, tag: str | None = None) -> Foreca
         forecasting.decide()
     except Exception as error:  # a load would raise any other error as well
         forecasting.faults += as_faults(error, where=path)
+    curable = coming.load_module_strict and any(_NOT_STRICT in fault.mend for fault in forecasting.faults)
+    if curable and forecast(path, replace(coming, load_module_strict=False), tag=tag).loads:
+        forecasting.notes.append(
+            f"with {_NOT_STRICT}, as transformers' Trainer loads a model of PEFT, it loads: "
+            "--no-load-module-strict shows how"
+        )
     return forecasting.answer()
 
 
@@ -114,7 +124,7 @@ class _Forecasting:
         self.request = Request(
             load_dir=path,
             tag=tag or "",
-            strict=True,
+            strict=coming.load_module_strict,
             optimizer=True,
             scheduler=True,
             module_only=False,
@@ -254,10 +264,21 @@ class _Forecasting:
         if self.coming.model is None and self.checkpoint is not None:
             optimizer = "" if section(self.config, "optimizer") else " and the saved optimizer, as the JSON names none"
             self.notes.append(f"preflight assumes the saved model{optimizer}: --model compares another")
+            self.notes += self._left_out(self.checkpoint)
         without = self.checkpoint is not None and self.checkpoint.model.entries.get("lr_scheduler") is None
         if without and not section(self.config, "scheduler"):
             self.notes.append(
                 "no scheduler was saved: one that the script builds is refused without --no-load-lr-state"
+            )
+
+    def _left_out(self, checkpoint: AnyCheckpoint) -> Iterator[str]:
+        """Yield a note if frozen weights may be missing: from stage 2 on DeepSpeed has an entry for those it saves."""
+        entries = checkpoint.model.entries
+        plain = isinstance(checkpoint, ZeroCheckpoint) and checkpoint.universal is None
+        if plain and self.request.strict and checkpoint.stage > 1 and entries.get("frozen_param_shapes", 0) is None:
+            yield (
+                "frozen parameters, if there are any, are not in it (exclude_frozen_parameters): the load is then "
+                f"refused without {_NOT_STRICT}"
             )
 
     def _only_batch_is_unknown(self) -> bool:

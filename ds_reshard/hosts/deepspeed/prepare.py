@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.errors import AS_SAVED, Fault, ModelMismatch, ParamGroupMismatch, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import MODEL, AnyCheckpoint, ZeroCheckpoint
 from ds_reshard.formats.zero.model_states import ModelStates, read_model_states
+from ds_reshard.formats.zero.optim_states import Partition
 from ds_reshard.formats.zero.shards import ZeroShards
-from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, torch_optimizer
+from ds_reshard.formats.zero.stage0 import Named, param_groups, same_places, stage0_kind, states, torch_optimizer
 from ds_reshard.formats.zero.tensor_parallel import padding_rules
 from ds_reshard.hosts.deepspeed.copies import (
     later_stage_weight_faults,
@@ -59,6 +60,7 @@ from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.live_run import LiveTensor, LocalShard
+from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.matching import TRAINED, match_tensors
 from ds_reshard.operations.ranks import rank
@@ -120,7 +122,7 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
     if loads_optimizer and live is not None:
         values, found = _optimizer_values(run, live, checkpoint, groups, settings, request)
         if request.moments:
-            found += [*_unfollowed(checkpoint), *state_faults(live, checkpoint)]
+            found += [*_unfollowed(live, checkpoint), *state_faults(live, checkpoint)]
         faults += found
         raise_faults(faults, subject=subject)
     own = live is None or live.stage == 0 or live.kind == "zero3" or run.from_masters
@@ -204,17 +206,21 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
         want_optimizer(wants, live, masters=masters or gathered, states=states)
 
 
-def _unfollowed(checkpoint: AnyCheckpoint) -> Iterator[Fault]:
+def _unfollowed(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    yield from (fault for _, fault in checkpoint.unreshardable)
+    own = f"{AS_SAVED}, once {live.name} has a load_state_dict of its own that keeps types (torch's casts states)"
+    for _, fault in checkpoint.unreshardable:
+        mend = fault.mend.replace(AS_SAVED, own) if _casts(live, _stage0_types(checkpoint), 8) else fault.mend
+        yield replace(fault, mend=mend)
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
+        casts = _casts(live, _types(partition), partition.fp32.dtype.itemsize)
         for name, found in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
                 f"optimizer state {name!r} of flat buffer {number}",
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend=f"{AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
+                mend=f"{own if casts else AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
             )
 
 
@@ -296,7 +302,8 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
     if checkpoint.stages and (any(order_faults(checkpoint, grid, live)) or not ties_restored(checkpoint, grid)):
         return False
     if live is None or live.stage == 0:
-        return checkpoint.stage == 0 and run.kind == stage0_kind(checkpoint)
+        as_saved = checkpoint.stage == 0 and run.kind == stage0_kind(checkpoint)
+        return as_saved and not (live is not None and _casts(live, _stage0_types(checkpoint), 8))
     optim = checkpoint.optim
     if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
@@ -310,10 +317,7 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
     for buffer, partition in zip(live.buffers, optim.partitions, strict=True):
         if _gaps(buffer.gaps) != _gaps(partition.alignment):
             return False
-        narrow = min(partition.fp32.dtype.itemsize, buffer.dtype.itemsize)
-        if live.casts_states and any(
-            state.dtype.itemsize > narrow or not state.dtype.is_floating for state in partition.states.values()
-        ):
+        if _casts(live, _types(partition), min(partition.fp32.dtype.itemsize, buffer.dtype.itemsize)):
             return False
     facts = checkpoint.facts
     assert facts is not None
@@ -322,6 +326,22 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
         if "bias_correction" in group.keys() - saved.keys() or any(group_faults(live, {number: saved})):
             return False
     return [list(g.members) for g in facts.groups] == [live.members(g) for g in range(len(live.groups))]
+
+
+def _casts(live: Optimizer, types: Iterable[ElementType], itemsize: int) -> bool:
+    """True if torch's `load_state_dict` casts states of these types, to floating-point numbers of `itemsize` bytes."""
+    return live.casts_states and any(one.itemsize > itemsize or not one.is_floating for one in types)
+
+
+def _types(partition: Partition) -> list[ElementType]:
+    return [state.dtype for state in partition.states.values()]
+
+
+def _stage0_types(checkpoint: AnyCheckpoint) -> list[ElementType]:
+    """Return the types of the states of a stage-0 optimizer, without its steps, which torch leaves as they are."""
+    saved = states(torch_optimizer(checkpoint.model))
+    values = [value for state in saved for kind, value in state.items() if kind != "step"]
+    return [value.dtype for value in values if isinstance(value, TensorRecord)]
 
 
 def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:
@@ -398,7 +418,7 @@ def model_faults(
 
 
 _SHAPES = "build the model with the shapes that were saved"
-_MODEL = "build the model that was saved, or pass load_module_strict=False for weights only"
+_MODEL = "build the model that was saved, or pass load_module_strict=False"
 
 
 class SavedGroups:

@@ -98,6 +98,50 @@ def test_an_optimizer_that_does_not_call_torchs_method_refuses_flags(tmp_path: P
         assert done.stdout.startswith("--no-load-optim: ") if flags else not done.stdout
 
 
+BESIDE_NANOTRON = """
+import argparse, nanotron.serialize, torch, ds_reshard, ds_reshard.auto
+import nanotron.trainer
+
+optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+saved = {**optimizer.state_dict(), "state": {0: {"step": torch.tensor(3.0)}}}
+ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args()
+assert "nanotron" in {one.host for one in ds_reshard.installed() if one.state == "installed"}
+try:
+    optimizer.load_state_dict(saved)
+except ds_reshard.ConfigError as error:
+    print(error)
+"""
+
+
+def test_an_optimizer_of_the_scripts_own_beside_nanotrons_hooks_refuses_flags() -> None:
+    """nanotron and Megatron load theirs by their own seams, which apply no flags to what a script loads itself."""
+    path = os.pathsep.join(
+        [str(Path(__file__).parents[1] / "nanotron_runs" / "nanotron_stand_in"), *filter(None, sys.path)]
+    )
+    for flags in (["--override-opt-param-scheduler"], []):
+        command, environment = [sys.executable, "-c", BESIDE_NANOTRON, *flags], {**os.environ, "PYTHONPATH": path}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stdout.startswith(f"{flags[0]}: ") if flags else not done.stdout, done.stdout
+
+
+SCHEDULE_ALONE = """
+import argparse, torch, ds_reshard, ds_reshard.auto
+
+optimizer = torch.optim.AdamW(torch.nn.Linear(2, 2).parameters())
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args()
+scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": 3})
+"""
+
+
+def test_flags_that_a_script_parses_and_no_load_applies_are_said_at_its_end() -> None:
+    """A schedule that is given its state without DeepSpeed; once, by rank 0, and the status stays the script's."""
+    for flags, rank, told in ((["--no-load-lr-state"], "0", 1), (["--no-load-lr-state"], "1", 0), ([], "0", 0)):
+        command, environment = [sys.executable, "-c", SCHEDULE_ALONE, *flags], {**os.environ, "RANK": rank}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+        assert done.stderr.count("--no-load-lr-state: no load has applied it") == told, done.stderr
+
+
 def test_an_engine_that_nobody_built_applies_no_flags(worlds: Any, tmp_path: Path) -> None:
     """DeepSpeed is hooked where anything imports it; torch's load fills what FSDP2's optimizer is then given."""
     for flags, error in ((["--no-load-optim"], "ConfigError"), ([], "")):

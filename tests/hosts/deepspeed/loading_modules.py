@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from cases import Run, ds_config
 from jobs import train
+from logs import heard
 
 
 class Curious(torch.nn.Module):
@@ -163,12 +164,37 @@ class Scaled(torch.nn.Module):
         return rows @ (self.weight.to(rows.dtype) * self.absmax.to(rows.dtype)[:, None]).T
 
 
+class Scaled8(Scaled):
+    """The same as of Linear8bitLt: its loader takes the scales, and a format where the weight is there (0.50)."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(scale)
+        self._register_load_state_dict_pre_hook(self._take_format)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        torch.nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        destination[prefix + "absmax"] = self.absmax
+        destination[prefix + "weight_format"] = torch.tensor(0, dtype=torch.uint8)
+
+    @staticmethod
+    def _take_format(state_dict: Any, prefix: str, *_: Any) -> None:
+        if prefix + "weight" in state_dict:
+            assert state_dict.pop(prefix + "weight_format") == 0
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *more: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *more)
+        *_, unexpected, _ = more
+        if prefix + "absmax" in unexpected:
+            self.absmax.copy_(state_dict[prefix + "absmax"])
+            unexpected.remove(prefix + "absmax")
+
+
 class Adapted(torch.nn.Module):
     """That weight, and what is trained beside it."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, eight: bool = False) -> None:
         super().__init__()
-        self.base = Scaled(scale)
+        self.base = Scaled8(scale) if eight else Scaled(scale)
         self.adapter = torch.nn.Linear(3, 2)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -176,11 +202,11 @@ class Adapted(torch.nn.Module):
         return (self.base(rows) + self.adapter(rows)).float().square().mean()
 
 
-def _adapted(run: Run, seed: int, scale: float) -> Any:
+def _adapted(run: Run, seed: int, scale: float, eight: bool = False) -> Any:
     import deepspeed
 
     torch.manual_seed(seed)
-    net = Adapted(scale)
+    net = Adapted(scale, eight)
     optimizer = torch.optim.AdamW(net.adapter.parameters(), lr=0.01)
     engine, *_ = deepspeed.initialize(model=net, optimizer=optimizer, config=ds_config(run), dist_init_required=False)
     return engine
@@ -195,22 +221,23 @@ def _held(engine: Any) -> dict[str, Any]:
     return {**masters, "absmax": engine.module.base.absmax.tolist()}
 
 
-def save_adapted(run: Run, folder: str, exclude: bool) -> dict[str, Any]:
-    engine = _adapted(run, seed=5, scale=2.0)
+def save_adapted(run: Run, folder: str, exclude: bool, eight: bool = False) -> dict[str, Any]:
+    engine = _adapted(run, seed=5, scale=2.0, eight=eight)
     train(engine, 0, 2)
     engine.save_checkpoint(folder, exclude_frozen_parameters=exclude)
     return _held(engine)
 
 
-def load_adapted(run: Run, folder: str, scale: float, strict: bool) -> dict[str, Any]:
-    """What the engine holds then; or the error, and whether the engine holds what it held before."""
+def load_adapted(run: Run, folder: str, scale: float, strict: bool, eight: bool = False) -> dict[str, Any]:
+    """What the engine holds then, and what rank 0 warned of; or the error, and whether the engine is as it was."""
     import ds_reshard
 
-    engine = _adapted(run, seed=6, scale=scale)
+    engine = _adapted(run, seed=6, scale=scale, eight=eight)
     before = _held(engine)
-    with ds_reshard.install("deepspeed"):
+    with heard() as said, ds_reshard.install("deepspeed"):
         try:
             engine.load_checkpoint(folder, load_module_strict=strict)
         except ds_reshard.ReshardError as error:
             return {"error": type(error).__name__, "text": str(error), "unchanged": _held(engine) == before}
-    return _held(engine)
+    warned = [line for line in said if "frozen weights" in line]
+    return {**_held(engine), **({"warned": warned} if warned else {})}

@@ -60,6 +60,7 @@ def outcome(
     model: Model | None = None,
     tag: str | None = None,
     flags: tuple[str, ...] = (),
+    strict: bool = True,
 ) -> dict[str, Any]:
     """Build the run as its script does, load, and say what came of it."""
     import argparse
@@ -85,7 +86,7 @@ def outcome(
         if flags:
             ds_reshard.add_arguments(argparse.ArgumentParser()).parse_args(list(flags))
         with ds_reshard.install("deepspeed"), _watched(loaders, read):
-            path, _ = engine.load_checkpoint(folder, tag=tag)
+            path, _ = engine.load_checkpoint(folder, tag=tag, load_module_strict=strict)
     except ds_reshard.ReshardError as error:
         return {"faults": {(f.error, f.where) for f in error.faults}, "loader": "", "text": str(error)}
     finally:

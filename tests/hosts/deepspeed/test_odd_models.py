@@ -105,11 +105,38 @@ def test_entries_that_no_module_loads_are_judged_before_the_load(
         given = {"run": source, "folder": str(tmp_path / str(exclude)), "exclude": exclude}
         saved = worlds[source.dp].run("loading_modules.save_adapted", **given)
         assert load(exclude, scale=2.0, strict=False) == [saved[0]] * target.dp
-    assert load(exclude=True, scale=3.0, strict=False) == [{**saved[0], "absmax": [3.0, 3.0]}] * target.dp
+    first, *others = load(exclude=True, scale=3.0, strict=False)
+    assert "base.weight.absmax has another value in this run" in first.pop("warned")[0]
+    assert [first, *others] == [{**saved[0], "absmax": [3.0, 3.0]}] * target.dp
     for scale, strict, said in ((3.0, False, "has another value in this run"), (2.0, True, "load_module_strict=False")):
         refused = load(exclude=False, scale=scale, strict=strict)
         assert all(rank["error"] == "ModelMismatch" and rank["unchanged"] for rank in refused), refused
         assert all("base.weight.absmax and 1 more" in rank["text"] and said in rank["text"] for rank in refused)
+
+
+@pytest.mark.parametrize(("source", "target"), ((Run(2, 2), Run(1, 1)), (Run(1, 1), Run(2, 2)), (Run(3, 2), Run(3, 1))))
+def test_scales_that_a_loader_takes_are_judged_before_the_load(
+    worlds: Any, tmp_path: Path, source: Run, target: Run
+) -> None:
+    """Those of 8 bits. Without their weight they must be this run's; what the loader then passes over is no error."""
+    for exclude, scale, strict, refused in (
+        (True, 2.0, False, ""),
+        (True, 3.0, False, "base.absmax: has another value in this run, and the weight that it scales is not in"),
+        (True, 2.0, True, "is missing from the checkpoint"),
+        (False, 3.0, False, ""),
+        (False, 3.0, True, ""),
+    ):
+        folder = str(tmp_path / str(exclude))
+        saved = worlds[source.dp].run(
+            "loading_modules.save_adapted", run=source, folder=folder, exclude=exclude, eight=True
+        )
+        given = {"run": target, "folder": folder, "scale": scale, "strict": strict, "eight": True}
+        told = worlds[target.dp].run("loading_modules.load_adapted", **given)
+        if not refused:
+            assert told == [saved[0]] * target.dp
+            continue
+        assert all(rank["error"] == "ModelMismatch" and rank["unchanged"] for rank in told), told
+        assert all(refused in rank["text"] for rank in told)
 
 
 def test_a_stage_0_optimizer_is_never_matched_to_other_names(worlds: Any, saves: Saves) -> None:
@@ -179,6 +206,22 @@ def test_states_of_stage_0_that_follow_no_parameter_are_left_to_deepspeed_at_hom
     run = Run(0, 2, dtype)
     worlds[2].run("save", run=run, model=model, folder=str(tmp_path))
     assert worlds[2].run("load_counting", run=run, model=model, folder=str(tmp_path)) == [(1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("run", (Run(0, 2), Run(1, 2), Run(3, 2), Run("bf16", 2)), ids=str)
+def test_codes_that_torch_would_cast_are_refused_at_home(worlds: Any, tmp_path: Path, run: Run) -> None:
+    """Each line that mends it does: an optimizer that loads its states itself, and weights alone."""
+    given = {"run": run, "folder": str(tmp_path)}
+    saved = worlds[2].run("save", model=Model(optimizer="cast"), **given)
+    refused = worlds[2].run("load_refused", model=Model(optimizer="cast"), **given)
+    assert {rank["error"] for rank in refused} == {"UnsupportedLayout"} and all(rank["unchanged"] for rank in refused)
+    assert "once Cast has a load_state_dict of its own" in refused[0]["text"]
+    loaded = worlds[2].run("load", model=Model(optimizer="coded"), **given)
+    truth, found = gathered(saved), gathered(loaded)
+    assert any(key[1] == "state1" for key in truth) or run.stage == 0
+    assert [key for key in truth if not same_bits(truth[key], found[key])] == []
+    alone = worlds[2].run("load", model=Model(optimizer="cast"), arguments={"load_optimizer_states": False}, **given)
+    assert _weights_of(saved, alone, saved[0]["weights"]) == []
 
 
 @pytest.mark.parametrize("target", (Run(1, 2), Run(3, 1), Run(0, 1)), ids=str)

@@ -51,10 +51,11 @@ class Pair:
     universal: bool = False
     harm: Callable[[Path], None] | None = None
     tag: str | None = None
+    strict: bool = True
     name: str = ""
 
     def __str__(self) -> str:
-        parts = [f"{self.saved}-to-{self.run}", self.name, *self.flags]
+        parts = [f"{self.saved}-to-{self.run}", self.name, *self.flags, *["not strict"] * (not self.strict)]
         return "-".join(filter(None, parts)) + (f"-{self.refused}" if self.refused else f"-{self.loader}")
 
     @property
@@ -139,6 +140,13 @@ PAIRS = [
     Pair(Run(3, 2), Run(3, 1), refused="ModelMismatch", model=PLAIN, other=Model(frozen=True)),
     Pair(Run(2, 2), Run(1, 1), refused="ModelMismatch", model=PLAIN, other=Model(optimizer="sgd")),
     Pair(Run(2, 2), Run(1, 1), refused="ParamGroupMismatch", model=TWO, other=Model(frozen=True, batchnorm=True)),
+    # a model with fewer or more tensors than were saved, by load_module_strict
+    *(
+        Pair(saved, Run(stage, 1), refused="ModelMismatch" * strict, model=one, other=other, strict=strict, name=name)
+        for saved, stage in ((Run(2, 2), 1), (Run(3, 2), 3))
+        for name, one, other in (("fewer", Model(frozen=True), PLAIN), ("more", PLAIN, Model(frozen=True)))
+        for strict in (True, False)
+    ),
     # damaged, incomplete or mixed
     Pair(Run(2, 2), Run(1, 1), refused="CheckpointDamaged", harm=change(OPTIM_1), name="cut"),
     Pair(Run(2, 2), Run(2, 2), refused="CheckpointDamaged", harm=change(OPTIM_1), name="cut"),
@@ -184,6 +192,7 @@ def test_preflight_says_what_the_load_does(
         folder=str(folder),
         tag=pair.tag,
         flags=pair.flags,
+        strict=pair.strict,
     )[0]
     assert (said.report is None) is (bool(pair.refused) or pair.section == {"enabled": False})
     agree(said, real, pair.loader, pair.refused, whole="elastic_checkpoint" not in pair.saved.options)
@@ -208,7 +217,8 @@ def _forecast(foreseen: Any, pair: Pair, folder: Path) -> Any:
             parser = argparse.ArgumentParser()
             dests, adopted = policy_sources.define(parser)
             policy_sources.ask(policy_sources.given(parser.parse_args(list(pair.flags)), dests, adopted=adopted))
-        coming = foreseen.PlannedRun(config=ds_config(pair.coming), world=pair.run.dp, model=model)
+        run = {"config": ds_config(pair.coming), "world": pair.run.dp, "model": model}
+        coming = foreseen.PlannedRun(**run, load_module_strict=pair.strict)
         return foreseen.forecast(str(folder), coming, tag=pair.tag)
     finally:
         policy_sources.forget()
@@ -289,6 +299,25 @@ def test_folders_of_other_formats(
     agree(said, real, "ds_reshard", refused)
 
 
+@pytest.mark.parametrize("strict", (True, False))
+@pytest.mark.parametrize("exclude", (False, True))
+def test_entries_that_their_module_does_not_load(
+    worlds: Any, foreseen: Any, tmp_path: Path, exclude: bool, strict: bool
+) -> None:
+    """The scales of a quantized weight (QLoRA): a strict load refuses them. Without frozen weights the note says so."""
+    worlds[2].run("loading_modules.save_adapted", run=Run(2, 2), folder=str(tmp_path), exclude=exclude)
+    run = foreseen.PlannedRun(config=ds_config(Run(1, 1)), world=1, load_module_strict=strict)
+    said = foreseen.forecast(str(tmp_path), run)
+    (real,) = worlds[1].run(
+        "loading_modules.load_adapted", run=Run(1, 1), folder=str(tmp_path), scale=2.0, strict=strict
+    )
+    assert ("error" in real) is strict
+    assert said.loads is (exclude or not strict)
+    assert all(fault.line() in real["text"] for fault in said.faults)
+    hints = [note for note in said.notes if "load_module_strict=False" in note]
+    assert len(hints) == strict, said.notes
+
+
 @pytest.mark.acts
 @pytest.mark.parametrize("run", [Run(1, 1), Run(2, 2)], ids=str)
 def test_a_checkpoint_that_acts_is_refused_before_the_job(
@@ -344,6 +373,15 @@ def test_the_command_answers_in_its_first_line(
     held, buffers = told["cost"]["ranks"][0], told["cost"]["buffer_nbytes"]
     assert held["host_nbytes"] == buffers > 0 and told["cost"]["node_files"] == 3
     assert held["device_nbytes"] == held["optimizer_nbytes"] + held["weights_nbytes"] + buffers
+
+
+def test_the_command_answers_for_a_load_that_is_not_strict(worlds: Any, tmp_path: Path, capsys: Any) -> None:
+    """1, with a note that says what to ask; then 0."""
+    worlds[2].run("loading_modules.save_adapted", run=Run(2, 2), folder=str(tmp_path), exclude=False)
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "zero_optimization": {"stage": 2}}))
+    command = ["preflight", str(tmp_path), "--config", str(tmp_path / "ds.json"), "--world", "1"]
+    assert main(command) == 1 and "--no-load-module-strict" in capsys.readouterr().out
+    assert main([*command, "--no-load-module-strict"]) == 0 and "strict" not in capsys.readouterr().out
 
 
 def test_moments_that_an_offload_in_part_loses(saves: Saves, foreseen: Any) -> None:
