@@ -227,7 +227,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
     "another optimizer": (
         lambda p: _json(p, CONFIG, lambda c: c.update(type="NamedOptimizer")),
         CheckpointDamaged,
-        r"names another optimizer than its files are of",
+        r"names another optimizer than the one that wrote the optimizer files",
     ),
     "another size": (lambda p: _json(p, META, lambda c: c.update(dp=4)), CheckpointDamaged, r"says another dp size"),
     "context parallelism": (
@@ -278,7 +278,7 @@ BAD: dict[str, tuple[Callable[[Path], object], type[ReshardError], str]] = {
             for tp in (0, 1)
         ],
         CheckpointDamaged,
-        r"is of another step than the optimizer's files",
+        r"was saved at another step than the optimizer",
     ),
     "masters of one stage alone": (
         lambda p: [

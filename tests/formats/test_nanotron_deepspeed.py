@@ -331,7 +331,7 @@ def test_param_groups_that_adamw_of_nanotron_cannot_hold_are_refused(tmp_path: P
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "without an arrangement": ("nanotron", {}, r"does not tell how nanotron cuts parameters.*--like DIR")
+    "without an arrangement": ("nanotron", {}, r"does not tell how nanotron shards parameters.*--like DIR")
 }
 
 
@@ -412,7 +412,7 @@ def test_a_run_of_deepspeed_is_told_what_nanotron_takes_from_like(tmp_path: Path
         "left out, as nanotron has no place for them: epoch",
         "the scheduler's own state is left out: the schedule is that of --like, at step 7, as config.yaml has it",
         "the data goes on after sample 56 of the one data stage of --like",
-        "entries of param groups that AdamW has not are left out: lr_scale",
+        "param group entries that AdamW does not have are left out: lr_scale",
         "the source has no initial learning rates: those of --like are taken",
     ]
 

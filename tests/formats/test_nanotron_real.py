@@ -144,7 +144,7 @@ def _meta(place: Path, **changed: object) -> None:
 
 # (saved, the coming run, what becomes of the files, the error and a part of its text)
 REFUSED: list[tuple[Topology, dict[str, Any], Callable[[Path], object], str, str]] = [
-    (of(dp=2), {**of(dp=2), "accumulation": 2}, _meta, "ScheduleMismatch", "is not the saving run's"),
+    (of(dp=2), {**of(dp=2), "accumulation": 2}, _meta, "ScheduleMismatch", "differs from the saving run's"),
     (of(dp=2), {**of(dp=4), "accumulation": 4}, _meta, "ScheduleMismatch", "micro batch 1 x accumulation 4 x dp 4"),
     (of(dp=2), of(dp=2), _flipped, "ChecksumMismatch", "are not what was written"),
     (

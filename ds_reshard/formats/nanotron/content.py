@@ -116,10 +116,10 @@ def _notes(checkpoint: NanotronCheckpoint, groups: int) -> Iterator[str]:
 
 
 def _groups(checkpoint: NanotronCheckpoint) -> tuple[OptimizerFacts | None, Schedule | None]:
-    """The param groups, and what the scheduler keeps of each; those that are alike are one.
+    """Merge param groups with equal hyper-parameters and learning rates; return them and their schedule.
 
-    nanotron has a group for each parameter, where torch's AdamW of the same settings would have one. They stand in the
-    order of their first members, a tied parameter in the first of its groups.
+    nanotron makes one group for each parameter. Merged groups are in the order of their first members; a tied parameter
+    belongs only to the first group that lists it.
     """
     if checkpoint.facts is None:
         return None, None
@@ -210,7 +210,10 @@ class Hyperparameters:
         self._groups = [dict(group.hyperparameters or {}) for group in content.facts.groups]
 
     def group(self, path: str, like: GroupFacts) -> GroupFacts:
-        """A param group with the members of `like`: every value that it has, as the content has it of these members."""
+        """Return the param group `like` with the hyper-parameters that the source has for its members.
+
+        Notes a fault if they come from source groups that differ, or were trained by another variant of Adam.
+        """
         numbers = {self._number[name] for name in like.members if name in self._number}
         found = [self._groups[number] for number in sorted(numbers)]
         if not found:
@@ -254,7 +257,7 @@ class Hyperparameters:
     @property
     def left_out(self) -> list[str]:
         names = ", ".join(sorted(self._left))
-        return [f"entries of param groups that AdamW has not are left out: {names}"] if names else []
+        return [f"param group entries that AdamW does not have are left out: {names}"] if names else []
 
     @property
     def notes(self) -> list[str]:
@@ -347,7 +350,7 @@ def unlike(content: Content, like: NanotronCheckpoint, *, as_it_is: bool = False
         if content.facts is None or not (kinds or name in states):
             continue
         if not kinds or name not in states:
-            what = f"is trained in {'--like' if name in states else 'the source'} alone"
+            what = f"has optimizer states only in {'--like' if name in states else 'the source'}"
             yield _mismatch(name, what, folder, "name a checkpoint of a run that trains it")
             continue
         if own_master if as_it_is else held.dtype is ElementType.FLOAT32 and MASTER not in states[name]:
@@ -365,7 +368,10 @@ def _mismatch(name: str, what: str, found: str, mend: str) -> Fault:
 
 
 def _scalars(content: Content, like: NanotronCheckpoint) -> tuple[dict[str, dict[str, Scalar]], list[Fault]]:
-    """Steps as the tensors that nanotron saves; what is one value for a parameter and no step has no place."""
+    """Return the scalar states of each parameter, as its step, in the types that the `--like` checkpoint has.
+
+    Also returns a fault for each parameter whose scalar states have other names, or cannot be converted.
+    """
     assert content.facts is not None
     shown = like.facts.scalars if like.facts is not None else {}
     made: dict[str, dict[str, Scalar]] = {}

@@ -157,10 +157,10 @@ def _opened(asked: ConversionRequest, like: Checkpoint | None) -> NanotronCheckp
 
 
 def _write(content: Content, asked: ConversionRequest, like: Checkpoint | None, faults: Sequence[Fault]) -> Target:
-    """Any content as a checkpoint of nanotron, arranged as that of `--like` is."""
+    """Return the nanotron checkpoint to write for `content`, arranged as the `--like` checkpoint is."""
     shown = _opened(asked, like)
     if shown is None:
-        what = "does not tell how nanotron cuts parameters, in which order it trains them, and with which config.yaml"
+        what = "does not tell how nanotron shards parameters, their order, or the config.yaml"
         mend = "save a step of the coming run, and name that checkpoint: --like DIR"
         raise error_of([UnsupportedLayout.fault(content.folder, what, mend=mend)], subject="converting")
     checkpoint, origins, notes = adopt(content, shown, faults)

@@ -238,7 +238,7 @@ def _kind(listing: NanotronListing, optimizer: Mapping[str, object], topology: T
         files = "cut over the data-parallel ranks" if cut else "whole for each data-parallel rank"
         yield damaged(
             listing.path(OPTIMIZER_CONFIG),
-            f"names another optimizer than its files are of, which are {files}",
+            f"names another optimizer than the one that wrote the optimizer files, which are {files}",
             ZERO if cut else f"{PLAIN} or {ACCUMULATING}",
             repr(kind),
         )

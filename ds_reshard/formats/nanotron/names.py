@@ -165,6 +165,10 @@ def _of_all(files: StateFiles) -> dict[Rank, str]:
 def _add_weight(
     folder: str, weights: dict[str, dict[int | None, str]], homes: dict[str, int], name: str, match: re.Match[str]
 ) -> Iterator[Fault]:
+    """Add a weight file to `weights` by parameter and tensor-parallel rank, and its pipeline rank to `homes`.
+
+    Yields a fault if the file is an expert's, or conflicts with one that was added before.
+    """
     if match["exp"] is not None:
         yield experts(f"{folder}/{name}", int(match["exps"]))
         return
@@ -225,7 +229,7 @@ def _schedulers(folder: str, files: StateFiles, nbytes: Mapping[str, int]) -> tu
         fault = CheckpointDamaged.fault(
             f"{folder}/lr_scheduler",
             "holds the schedulers of several saves",
-            f"one naming and one topology ({OLD_SCHEDULER} is that of nanotron before November 2024)",
+            f"files of one naming scheme and one topology (nanotron wrote {OLD_SCHEDULER} before November 2024)",
             ", ".join(sorted(name for name in nbytes if name.startswith("lr_scheduler/"))[:6]),
             mend="move the files of the older save out of the folder",
         )

@@ -46,7 +46,7 @@ class OptimizerFile:
 
 
 def read_optimizer(path: str) -> OptimizerFile:
-    """Read one file: directory, pickle and steps. Raises CheckpointDamaged where it is not what nanotron saves."""
+    """Read the structure of an optimizer file and its steps. Raises CheckpointDamaged if it has another form."""
     with open_archive(path) as archive:
         check_root(path, basename(path).removesuffix(".pt"), archive.root)
         top = archive.load()
@@ -166,7 +166,7 @@ def of_another_step(schedulers: Sequence[SavedScheduler], groups: Sequence[Seque
             last, rate = row[LAST], (group.hyperparameters or {}).get("lr")
             if isinstance(rate, int | float) and last != rate:
                 names = ", ".join(group.members[:3]) or f"param group {number}"
-                what = f"is of another step than the optimizer's files: the last learning rate of {names} is another"
+                what = f"was saved at another step than the optimizer: the last learning rate of {names} differs"
                 yield damaged(saved.path, what, str(rate), str(last)[:80])
                 break
 

@@ -370,7 +370,10 @@ class _Writing:
                 yield TargetFile(name=name, tree=partial(folders.read_small, listing.path(name)), container="plain")
 
     def _optimizer_config(self) -> dict[str, object]:
-        """With the offsets of world rank 0's own stage, as nanotron writes them: all as text."""
+        """Return the optimizer's config: its type, the parallel sizes and, under ZeRO, where each rank's shards begin.
+
+        As in nanotron, shards are those of world rank 0's pipeline stage, and every number is a string.
+        """
         topology = self.topology
         sizes = {
             "tp_size": topology.tp,

@@ -395,7 +395,7 @@ def model_faults(
     own = {**model.trainable, **model.frozen, **model.buffers}
     own = {name: shape for name, shape in own.items() if name in shapes and prod(shape) + prod(shapes[name])}
     padded = more_rows(checkpoint, own)
-    rows = f"{_SHAPES}; if the rows after those are padding, add the line: {padding_rules(padded)}"
+    rows = f"{_SHAPES}; if the rows after those are padding, add to the DeepSpeed JSON: {padding_rules(padded)}"
     for names, mend in ((padded, rows), ([name for name in own if name not in padded], _SHAPES)):
         yield from match_tensors({n: own[n] for n in names}, {n: shapes[n] for n in names}, mend=mend)
     if strict:
@@ -404,7 +404,7 @@ def model_faults(
         yield from match_tensors(dict.fromkeys(model.keys), dict.fromkeys(held | made & model.keys), mend=_MODEL)
     if optimizer and saved.param_shapes is None and not strict:
         named = {name for name in saved.module.keys() - saved.buffer_names if grid.is_responsible_for(name)}
-        mend = "a stage-0 optimizer names nothing and is matched by order: build the model that was saved"
+        mend = "a ZeRO stage-0 optimizer has no parameter names and is matched by order: build the model that was saved"
         run = model.trainable.keys() | named & model.keys
         yield from match_tensors(dict.fromkeys(run), dict.fromkeys(named), mend=mend)
     if optimizer and saved.param_shapes is not None:

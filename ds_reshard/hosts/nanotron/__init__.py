@@ -22,7 +22,7 @@ HOOKS = HostHooks(
             target=f"{_SERIALIZE}.main:save",
             wrapper=Seam(f"{__name__}.scheduler:save"),
             signature=("config", "model", "optimizer", "lr_scheduler", "parallel_context"),
-            summary="configuration and optimizer agree on the ZeRO stage, and every scheduler file has one writer",
+            summary="saves the optimizer's ZeRO stage in the configuration; one rank writes each scheduler file",
         ),
         Patch(
             target=f"{_SERIALIZE}.optimizer:save_lr_scheduler",

@@ -94,9 +94,7 @@ def experts_of(size: int) -> list[Fault]:
     """A fault for a run whose ranks hold other parameters under one name."""
     if size == 1:
         return []
-    what = (
-        "has expert parallelism: ranks of other experts hold parameters of one name, which nanotron's files tell apart"
-    )
+    what = "has expert parallelism: ranks hold different experts under one name, and nanotron's files distinguish them"
     mend = "resume it with nanotron alone, at the topology that saved it; or --no-load-optim"
     return [
         UnsupportedLayout.fault(

@@ -161,7 +161,7 @@ def other_batch(load: Load, dp: int, saved: Batch | int | None) -> list[Fault]:
     return [
         ScheduleMismatch.fault(
             "global batch size",
-            "is not the saving run's, in steps of which the learning rates and the iteration count",
+            "differs from the saving run's, and learning rates and iterations are counted in updates of that size",
             f"{size} samples" + (f": {_product(saved)}, of {CONFIG}" if isinstance(saved, Batch) else ""),
             f"{now.size}: {_product(now)}",
             mend=f"{keep}--override-optim-hparams {BATCH} where this one is wanted, with the saved schedule, or "

@@ -245,6 +245,7 @@ def saved_groups(source: Source, names: Sequence[str]) -> list[Mapping[str, obje
 
 
 def _group(source: Source, names: Sequence[str], group: Group, policy: ResumePolicy) -> Iterator[Fault]:
+    """Yield a fault if a param group differs from the saved one in its members, optimizer or weight decay."""
     saved = saved_groups(source, names)
     if len(saved) > 1:
         differ = sorted({key for values in saved for key in values if values.get(key) != saved[0].get(key)})

@@ -203,7 +203,10 @@ def load_lr_scheduler(call: Call) -> None:
         run = [float(cast(float, base_rate(group))) for group in memory.run]
 
     def choose() -> tuple[list[float], list[_Lambda]]:
-        """The base rates and lambdas that the policy takes: of nanotron itself the saved rates and this run's shape."""
+        """Return the base rates and the lambdas that the policy selects.
+
+        By default, as in nanotron, the rates are the saved ones and the lambdas are this run's.
+        """
         bases = list(run if saved is None or policy.schedule_is_this_runs else saved.bases)
         lambdas = scheduler.lr_lambdas if memory is None or memory.lambdas is None else list(memory.lambdas)
         if saved is not None and policy.scheduler == "checkpoint":
@@ -420,7 +423,7 @@ def report_schedule(load: Load, scheduler: Scheduler, saved: SavedRates | None, 
     if saved is not None and policy.keeps_position and saved.source.step not in (None, position):
         load.warnings.append(
             f"the scheduler was saved at step {position} and the checkpoint at iteration {saved.source.step}: the "
-            f"learning rates go on from step {position}; nanotron alone makes one step too many at each resume"
+            f"learning rates go on from step {position} (without ds_reshard, nanotron adds a step at each resume)"
         )
     bases = saved.bases if saved is not None and saved.bases else [None] * len(before)
     for number, (base, run, used) in enumerate(zip(bases, before, scheduler.base_lrs, strict=True)):

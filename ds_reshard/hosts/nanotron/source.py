@@ -431,7 +431,10 @@ def meta_of(load: Load, foreign: Source, context: ParallelContext) -> object:
 
 
 def metas_of(load: Load, foreign: Source) -> dict[str, object]:
-    """The values of nanotron's `TrainingMetadata`."""
+    """Return the fields of nanotron's `TrainingMetadata`, as nanotron saved them, or made from the checkpoint.
+
+    Raises if the steps or the samples of the one data stage are unknown, and the policy does not reset them.
+    """
     content, policy = foreign.content, load.policy
     own = content.entries.get(METADATA)
     if isinstance(own, dict) and own.get("last_train_step") == content.steps:

@@ -205,7 +205,7 @@ def test_rows_that_no_padding_explains_are_not_made_of_zeros(
     ((error, text, whole),) = worlds[1].run("grid_jobs.refused", grid=replace(grid, config=config), folder=folder)
     assert error == "ModelMismatch" and f"embed: has another shape (expected [{rows}, 6], found [7, 6])" in text
     assert whole
-    line = json.loads("{" + text.rpartition("add the line: ")[2] + "}")
+    line = json.loads("{" + text.rpartition("add to the DeepSpeed JSON: ")[2] + "}")
     assert line == {"ds_reshard": {"reshard": {"tensor_parallel": [{"parameters": "embed", "vocabulary": 7}]}}}
     asked = {"grid": replace(grid, config=config | line), "folder": folder, "wiped": 3.0}
     (found,) = worlds[1].run("grid_jobs.load", **asked)

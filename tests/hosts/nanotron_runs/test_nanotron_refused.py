@@ -272,7 +272,7 @@ def test_the_batch_is_told_with_every_other_finding(tmp_path: Path, worlds: Any)
     found = worlds[2].run("nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=[2, 4])
     assert found[0] == found[1] and found[0][0] == "ModelMismatch" and not found[0][2]
     assert "fp32 masters: are on one side only" in found[0][1]
-    assert "global batch size: is not the saving run's" in found[0][1]
+    assert "global batch size: differs from the saving run's" in found[0][1]
 
 
 def test_the_batch_is_compared_where_the_schedule_alone_is_loaded(tmp_path: Path, worlds: Any) -> None:
@@ -280,7 +280,7 @@ def test_the_batch_is_compared_where_the_schedule_alone_is_loaded(tmp_path: Path
     off = {"load_optimizer": False}
     found = worlds[2].run("nanotron_jobs.start_refused", run=Run(dp=2), folder=folder, accumulation=2, checkpoints=off)
     assert found[0] == found[1] and found[0][0] == "ScheduleMismatch"
-    assert "global batch size: is not the saving run's" in found[0][1]
+    assert "global batch size: differs from the saving run's" in found[0][1]
 
 
 def test_a_checkpoint_that_tells_no_batch_is_told(tmp_path: Path, worlds: Any) -> None:
