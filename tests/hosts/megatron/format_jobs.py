@@ -32,10 +32,10 @@ def value(key: str, index: torch.Tensor, kind: str) -> torch.Tensor:
     return made if kind == "exp_avg_sq" else made - 1
 
 
-def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> dict[str, Any]:
+def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False, stirred: bool = False) -> dict[str, Any]:
     """Build by Megatron's own set-up, fill, and save once for each of `saves`: values of Megatron's arguments.
 
-    One with a `non_persistent_ckpt_type` is saved as such.
+    One with a `non_persistent_ckpt_type` is saved as such. `stirred` has each rank's generator somewhere else.
     """
     if hooks:
         import ds_reshard
@@ -46,6 +46,7 @@ def save(arguments: str, saves: list[dict[str, Any]], hooks: bool = False) -> di
 
     args = get_args()
     _fill(models, optimizer)
+    torch.rand(torch.distributed.get_rank() + 1 if stirred else 0)
     args.consumed_train_samples, args.iteration = SAMPLES_SEEN, ITERATION
     scheduler.step(SAMPLES_SEEN)
     for asked in saves:

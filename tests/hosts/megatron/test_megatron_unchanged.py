@@ -27,7 +27,7 @@ def test_all_is_as_megatron_leaves_it(
 ) -> None:
     """Weights, masters, moments, groups, schedule, counters, arguments and generators of every rank, bit for bit."""
     arguments, ranks = _arguments(model, (topology, optimizer))
-    runs = {"ranks": ranks, "saves": [{"save": str(tmp_path), **FORMS[form]}]}
+    runs = {"ranks": ranks, "saves": [{"save": str(tmp_path), **FORMS[form]}], "stirred": True}
     try:
         releases[release].run("format_jobs:save", arguments=arguments, **runs)
     except Failed:
