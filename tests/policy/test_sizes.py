@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8188),
     "operations": (("operations",), 5469),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7254),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7263),
     "other hosts": (("hosts",), 11239),
     "resume, hooks, cli, testing, top": ((".",), 7229),
 }

@@ -56,7 +56,14 @@ from ds_reshard.hosts.deepspeed.engine import (
     run_of,
     unsupported,
 )
-from ds_reshard.hosts.deepspeed.entries import Request, client_entries, clipping_faults, reads_no_url, scheduler_faults
+from ds_reshard.hosts.deepspeed.entries import (
+    Request,
+    client_entries,
+    clipping_faults,
+    reads_no_url,
+    scheduler_faults,
+    unloaded_faults,
+)
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
     Found,
     deepspeeds_file,
@@ -460,6 +467,8 @@ def check_left(run: Run, checkpoint: AnyCheckpoint, request: Request, shards: Ze
     if checkpoint.stages or (request.strict and request.custom_load_fn is None):
         model = live_model(run, {})
         faults += model_faults(model, checkpoint, run.grid, optimizer=False, strict=request.strict)
+    if request.custom_load_fn is None:
+        faults += unloaded_faults(checkpoint, run.module, strict=request.strict)
     if not faults and request.load_optimizer and request.custom_load_fn is None:
         faults += _other_members(run, checkpoint)
     raise_faults(faults, subject=f"loading {checkpoint.listing.folder}")

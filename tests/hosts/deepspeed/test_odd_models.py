@@ -139,6 +139,18 @@ def test_scales_that_a_loader_takes_are_judged_before_the_load(
         assert all(refused in rank["text"] for rank in told)
 
 
+@pytest.mark.parametrize("run", (Run(1, 2), Run(3, 2)), ids=str)
+def test_entries_that_no_module_loads_are_judged_before_deepspeed_loads(worlds: Any, tmp_path: Path, run: Run) -> None:
+    """torch would refuse them once the weights have changed, or DeepSpeed pass over scales that are others."""
+    worlds[2].run("loading_modules.save_adapted", run=run, folder=str(tmp_path), exclude=False)
+    left = Run(run.stage, 2, config={"ds_reshard": {"reshard": {"unchanged": "deepspeed"}}})
+    for scale, strict, refused in ((2.0, False, ""), (2.0, True, "does not load it"), (3.0, False, "another value")):
+        given = {"run": left, "folder": str(tmp_path), "scale": scale, "strict": strict}
+        told = worlds[2].run("loading_modules.load_adapted", **given)
+        assert all(rank.get("unchanged", False) is bool(refused) for rank in told), told
+        assert all(refused in rank.get("text", "") for rank in told), told
+
+
 def test_a_stage_0_optimizer_is_never_matched_to_other_names(worlds: Any, saves: Saves) -> None:
     """It is matched by order alone, so a renamed parameter is an error also when the load is not strict."""
     folder, _ = saves(Run(0, 1, "fp32"), Model())
