@@ -23,9 +23,11 @@ from ds_reshard.formats.megatron.flat_states import (
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
 from ds_reshard.formats.megatron.torch_dist import _contradictions, _incomplete, _of_fragments, _sharding, _unread
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
+from ds_reshard.hosts.megatron.weights import warn_of
 from ds_reshard.model.layout import TensorKey, tiled_placement
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
+from ds_reshard.operations.matching import match_tensors
 
 
 def _slots(*sizes: int, shared: int | None = None) -> list[Slot]:
@@ -342,3 +344,11 @@ def test_a_layer_of_no_ops_has_no_tensors(name: str) -> None:
         }
         found = list(_contradictions("here", {"num_layers": 4, **({name: "x"} if name else {})}, weights))
         assert [fault.what for fault in found] == ["args.num_layers is not the number of layers"] * lacking
+
+
+@pytest.mark.parametrize(("saved", "errors", "warnings"), [(("a", "c"), 0, 1), (("_orig_mod.a", "_orig_mod.b"), 4, 0)])
+def test_a_finetune_of_other_weights_alone_is_an_error(saved: tuple[str, ...], errors: int, warnings: int) -> None:
+    """Weights that one side lacks are a warning where Megatron-LM passes them over; if all are lacking, an error."""
+    load, run = SimpleNamespace(warnings=[]), dict.fromkeys(("a", "b"))
+    faults = match_tensors(run, dict.fromkeys(saved), mend="")
+    assert len(warn_of(load, faults, "log_all", run)) == errors and len(load.warnings) == warnings  # type: ignore[arg-type]

@@ -119,7 +119,7 @@ class MegatronLoad:
             choice.loader = DIRECT
         except ReshardError as error:
             unread = left_to_megatron(faults_of(error), saved, choice.hindered)
-            self._leave(choice, saved, unread)
+            self._leave(choice, saved, unread, [one for one in faults_of(error) if one.what == TENSORS[0]])
 
     def _read(self, choice: Choice, saved: Saved) -> None:
         """Open the files and plan this rank's reads; UnsupportedLayout for what is not read or not filled here."""
@@ -136,14 +136,18 @@ class MegatronLoad:
         choice.wrong = unproved(source, names, part=rank(), of=world_size())
         raise_faults([one for one in choice.wrong if one.error == UnsupportedLayout.__name__], subject=subject)
 
-    def _leave(self, choice: Choice, saved: Saved, unread: str) -> None:
-        """Leave the load to Megatron, once what it saves wrong, or would load half-way, has been looked at here."""
+    def _leave(self, choice: Choice, saved: Saved, unread: str, lacking: Sequence[Fault] = ()) -> None:
+        """Leave the load to Megatron, once what it saves wrong, or would load half-way, has been looked at here.
+
+        `lacking` are weights that were not found: they come first if the flat buffers of the optimizer differ, too.
+        """
         load = self.load
         choice.loader, choice.taken, load.unread = MEGATRON, None, unread
         if not self.wanted or saved.arguments.get("no_save_optim"):
             return
         load.groups = plain_groups(chain_of(None, saved.objects) or ())
-        raise_faults(other_buffers(saved, load.optimizer), subject=f"loading {saved.folder}")
+        others = [*other_buffers(saved, load.optimizer)]
+        raise_faults([*lacking, *others] if others else [], subject=f"loading {saved.folder}")
         if may_be_shifted(saved):
             try:
                 looked_at = choice.source is not None
@@ -203,8 +207,8 @@ class MegatronLoad:
         placed = taken.source.layout.placements
         faults = match_tensors(has, {key.name: None for key in placed if key.kind == WEIGHT}, mend=MODEL)
         if self.arguments.finetune:
-            whole = taken.saved.whole
-            faults = warn_of(load, faults, self.arguments.dist_ckpt_strictness if whole else "ignore_all")
+            strictness = self.arguments.dist_ckpt_strictness if taken.saved.whole else "ignore_all"
+            faults = warn_of(load, faults, strictness, has)
         if taken.shares is not None:
             trained = {key.name: None for key in placed if key.kind != WEIGHT}
             faults += match_tensors(trains, trained, words=TRAINED, mend=STATES)

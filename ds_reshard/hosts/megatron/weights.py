@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import TYPE_CHECKING, cast
@@ -46,11 +46,16 @@ def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -
     )
     faults = match_tensors(*weights, mend=MODEL) if told else []
     lost = match_tensors(*of_states, words=TRAINED, mend=STATES) if states else []
-    return warn_of(load, faults + lost, strictness) if load.policy.finetune else faults or lost
+    return warn_of(load, faults + lost, strictness, weights[0]) if load.policy.finetune else faults or lost
 
 
-def warn_of(load: Load, faults: list[Fault], strictness: str) -> list[Fault]:
-    """With `--finetune`, warn of tensors that one side lacks; those that Megatron's strictness refuses stay faults."""
+def warn_of(load: Load, faults: list[Fault], strictness: str, run: Collection[str]) -> list[Fault]:
+    """With `--finetune`, warn of tensors that one side lacks; those that Megatron's strictness refuses stay faults.
+
+    So do all if the checkpoint has none of the weights of this run, whose names are `run`.
+    """
+    if {one.where for one in faults if one.what == TENSORS[0]}.issuperset(run):
+        return faults
     passed = strictness.startswith("log_") or strictness == "ignore_all"
     warned = [one for one in faults if passed or one.what in (TENSORS[1], TRAINED[1])]
     load.warnings += ["; ".join(f"{one.where}: {one.what}" for one in warned)] if warned else []
@@ -78,7 +83,7 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
     from megatron.core.utils import unwrap_model
     from megatron.training import get_args
 
-    names, shapes = list[Fault](), list[Fault]()
+    names, shapes, run = list[Fault](), list[Fault](), set[str]()
     models = cast("list[torch.nn.Module]", unwrap_model(load.models))
     for number, model in enumerate(models):
         held = state.get("model" if len(models) == 1 else f"model{number}")
@@ -86,6 +91,7 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
         own: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         buffers, kept = dict(model.named_buffers(remove_duplicate=False)), model.state_dict(keep_vars=True)
         own |= {name: one for name, one in buffers.items() if name in kept and _is_weight(one)}
+        run |= own.keys()
         known = own | buffers
         kept = {name: one.shape for name, one in told.items() if name in own or name not in known}
         faults = match_tensors({name: one.shape for name, one in own.items()}, kept, mend=MODEL)
@@ -93,7 +99,7 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
         names += [fault for fault in faults if fault.what != OTHER_SHAPE]
     if names and load.policy.finetune and load.found is not None:
         shapes += renumbered(getattr(load.found.arguments, "__dict__", {}), vars(get_args()), load.where)
-        names = warn_of(load, names, "ignore_all")
+        names = warn_of(load, names, "ignore_all", run)
     return names + shapes
 
 

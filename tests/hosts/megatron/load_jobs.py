@@ -248,6 +248,14 @@ def wrong(models: Any, optimizer: Any) -> list[str]:
     return found
 
 
+def wrap_names(path: str) -> dict[str, Any]:
+    """Save a file of format `torch` again, its weights named as those of a compiled model."""
+    held = torch.load(path, weights_only=False)
+    held["model"] = {f"_orig_mod.{name}": value for name, value in held["model"].items()}
+    torch.save(held, path)
+    return {}
+
+
 def change(path: str, name: str) -> dict[str, Any]:
     """Save a file of format `torch` again, with another value in it; it holds classes of Megatron."""
     held = torch.load(path, weights_only=False)

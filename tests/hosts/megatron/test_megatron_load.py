@@ -259,6 +259,16 @@ def test_weights_of_format_torch_that_are_not_the_models(saved: Saved, releases:
     assert any(OTHERS[more] in where for where in told["where"])
 
 
+def test_a_checkpoint_with_none_of_the_models_weights(saved: Saved, releases: Any, tmp_path: Path) -> None:
+    """As of a model that was saved in another wrapper: refused with `--finetune` too, which passes over names."""
+    folder = shutil.copytree(saved("0.19.2", "B", ("one", "sharded"), "torch"), tmp_path / "saved")
+    (file,) = Path(folder).rglob("model_optim_rng.pt")
+    releases["0.19.2"].run("load_jobs:wrap_names", path=str(file))
+    (told,) = _load(releases, "0.19.2", "B", ("one", "sharded"), folder, "--finetune", function="load_jobs:refused")
+    assert (told["refused"], told["changed"]) == ("ModelMismatch", [])
+    assert any("linear_qkv.weight" in where for where in told["where"])
+
+
 @pytest.mark.parametrize(
     ("optimizer", "form"), [("sharded", "torch"), ("sharded", "buckets"), ("sharded", "whole"), ("bf16", "torch")]
 )
