@@ -34,7 +34,7 @@ ORDERS = (
 def told() -> dict[str, Any]:
     """What each order of a new interpreter said."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": "cpu"}
-    command = [sys.executable, str(ROOT / "tests" / "hosts" / "hook_orders.py"), *ORDERS]
+    command = [sys.executable, str(Path(__file__).with_name("hook_orders.py")), *ORDERS]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
     lines = [line for line in done.stdout.splitlines() if line.startswith("SAID")]
     said = [json.loads(line.removeprefix("SAID")) for line in lines]
