@@ -29,8 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, place: str = policy_source
     A flag that the parser knows already is left as it is, and its value read; such a parser may not be one of the
     `parents` of another. Called twice, the second call changes nothing. Once a flag was given the hooks are on, as by
     `import ds_reshard.auto`: a policy without them would be dropped; if no load has applied it at exit, rank 0 logs an
-    error. `place` is how messages name the parser. Raises
-    ConfigError for a known flag of another kind.
+    error. `place` is how messages name the parser. Raises ConfigError for a known flag of another kind.
     """
     policy_sources.add_arguments(parser, place=place)
     policy_sources.on_asked(_put_hooks_on)

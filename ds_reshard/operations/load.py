@@ -153,7 +153,7 @@ class ReadinessReport(NamedTuple):
 
 
 class Details(NamedTuple):
-    """What ranks exchange only after a difference: digests of files; shards, with their scalar states if given True."""
+    """What ranks exchange only after a difference: digests of files by path; `shards(True)` compares scalars, too."""
 
     files: Callable[[], Mapping[str, bytes]]
     shards: Callable[[bool], list[Fault]]

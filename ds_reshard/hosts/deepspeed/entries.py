@@ -325,29 +325,28 @@ def _builders() -> Mapping[str, Callable[[Record, Child], object]]:
 
 
 def unloaded_faults(checkpoint: AnyCheckpoint, module: LiveModule, *, strict: bool) -> Iterator[Fault]:
-    """Saved entries that no module loads are errors if the load is strict.
+    """Yield a fault for saved entries that no module loads, if the load is strict.
 
-    Else each must be what this run has, where the tensor that it belongs to is loaded: a save without frozen weights
-    has their scales all the same (`module_state_dict` leaves out parameters alone, runtime/engine.py, 0.19.8). Scales
-    that are loaded must be this run's where their weight is not: bitsandbytes' Linear8bitLt takes them alone.
+    A load that is not strict accepts such an entry if this run has the same value, or if the tensors that it belongs to
+    were not saved: a save without frozen weights has their scales all the same (`module_state_dict`, runtime/engine.py,
+    0.19.8). Scales that a module loads without their weight, as bitsandbytes' Linear8bitLt, must be those of this run.
     """
-    saved, unloaded = checkpoint.model, module.unloaded
+    saved = checkpoint.model
     named = {*saved.module, *saved.objects}
-    held = [name for name in unloaded if name in named]
     what, mend = "is saved by its module, which does not load it", "pass load_module_strict=False"
+    held, passed = [name for name in module.unloaded if strict and name in named], list[str]()
+    for name, (value, tensors) in () if strict else (*module.unloaded.items(), *module.scales.items()):
+        is_scale, weight_saved = name in module.scales, not tensors.isdisjoint(named | saved.trainable.keys())
+        if name not in named or (is_scale and weight_saved) or _is_same(saved.module.get(name), value):
+            continue
+        if is_scale or weight_saved or isinstance(value, torch.Tensor):
+            (held if is_scale or weight_saved else passed).append(name)
+    if passed and not rank():
+        text = "%s: %s has another value in this run: its frozen weights, which were not saved, may differ"
+        logger.warning(text, checkpoint.listing.folder, passed[0])
     if not strict:
-        differ = [name for name in held if not _is_same(saved.module.get(name), unloaded[name][0])]
-        held = [name for name in differ if not unloaded[name][1].isdisjoint(named | saved.trainable.keys())]
-        passed = [name for name in differ if name not in held and isinstance(unloaded[name][0], torch.Tensor)]
-        if passed and not rank():
-            text = "%s: %s has another value in this run: its frozen weights, which were not saved, may be others"
-            logger.warning(text, checkpoint.listing.folder, passed[0])
-        what = "has another value in this run, and its module does not load it"
+        what = "has another value in this run, and is not loaded together with its weight"
         mend = "build the model from the frozen weights of the saved run"
-        left = [name for name in module.scales if module.scales[name][1].isdisjoint(named | saved.trainable.keys())]
-        differ = [n for n in left if n in named and not _is_same(saved.module.get(n), module.scales[n][0])]
-        if differ and not held:
-            held, what = differ, "has another value in this run, and the weight that it scales is not in the checkpoint"
     if held:
         more = f" and {len(held) - 1} more entries" if len(held) > 1 else ""
         yield ModelMismatch.fault(f"module entry {held[0]}{more}", what, mend=mend)

@@ -208,19 +208,22 @@ def _fill(wants: Wants, run: Run, request: Request, *, loads_optimizer: bool, st
 
 def _unfollowed(live: Optimizer, checkpoint: AnyCheckpoint) -> Iterator[Fault]:
     """States that are neither one value nor cut as the parameters are: nobody can say how to cut them anew."""
-    own = f"{AS_SAVED}, once {live.name} has a load_state_dict of its own that keeps types (torch's casts states)"
+
+    def mend(types: Iterable[ElementType], itemsize: int) -> str:
+        own = f", once {live.name} has a load_state_dict of its own that keeps types (torch's casts states)"
+        home = f"{AS_SAVED}{own if _casts(live, types, itemsize) else ''}"
+        return f"{home}, or pass --no-load-optim, or load_optimizer_states=False"
+
     for _, fault in checkpoint.unreshardable:
-        mend = fault.mend.replace(AS_SAVED, own) if _casts(live, _stage0_types(checkpoint), 8) else fault.mend
-        yield replace(fault, mend=mend)
+        yield replace(fault, mend=mend(_stage0_types(checkpoint), 8))
     for number, partition in enumerate(checkpoint.optim.partitions if checkpoint.optim else ()):
-        casts = _casts(live, _types(partition), partition.fp32.dtype.itemsize)
         for name, found in partition.unreshardable.items():
             yield UnsupportedLayout.fault(
                 f"optimizer state {name!r} of flat buffer {number}",
                 "does not follow the parameter, so it cannot be cut for another layout",
                 f"{partition.padded_numel} elements or one",
                 found,
-                mend=f"{own if casts else AS_SAVED}, or pass --no-load-optim, or load_optimizer_states=False",
+                mend=mend(_types(partition), partition.fp32.dtype.itemsize),
             )
 
 

@@ -144,11 +144,12 @@ def check_batch(call: Call) -> None:
         if batch is None:
             raise
         ranks = int(config.world_size)  # a float if ranks share sequences
-        mend = _batch_mend(batch, micro, steps, ranks)
         found = ", ".join(f"{name} {value}" for name, value in sizes.items() if value is not None)
         what = f"the global batch cannot be divided among {ranks} data-parallel ranks"
         expected = "train_batch_size = micro batch x accumulation x data-parallel ranks"
-        fault = ConfigError.fault("DeepSpeed config", what, expected, found, mend=mend)
+        fault = ConfigError.fault(
+            "DeepSpeed config", what, expected, found, mend=_batch_mend(batch, micro, steps, ranks)
+        )
         raise_faults([fault], subject="DeepSpeed config")
 
 

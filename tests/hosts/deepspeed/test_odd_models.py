@@ -121,7 +121,7 @@ def test_scales_that_a_loader_takes_are_judged_before_the_load(
     """Those of 8 bits. Without their weight they must be this run's; what the loader then passes over is no error."""
     for exclude, scale, strict, refused in (
         (True, 2.0, False, ""),
-        (True, 3.0, False, "base.absmax: has another value in this run, and the weight that it scales is not in"),
+        (True, 3.0, False, "base.absmax: has another value in this run, and is not loaded together with its weight"),
         (True, 2.0, True, "is missing from the checkpoint"),
         (False, 3.0, False, ""),
         (False, 3.0, True, ""),
