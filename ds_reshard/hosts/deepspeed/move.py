@@ -466,8 +466,7 @@ def _weights_from_masters(engine: DeepSpeedEngine, live: Optimizer, prepared: Pr
     names = set(prepared.wants.from_masters)
     params = {name: param for param, name in param_names(engine, prepared.grid).items()}
     if live.kind in ("zero", "bf16"):
-        trained = (name for buffer in live.buffers for name in buffer.shapes)
-        others = [name for name in trained if not (name in names or has(prepared.checkpoint, name, "fp32"))]
+        others = {n for one in live.buffers for n in one.shapes if not has(prepared.checkpoint, n, "fp32")} - names
         kept = {name: params[name].detach().clone() for name in others}  # cast from no master of the checkpoint
         engine.optimizer.update_lp_params()
         with torch.no_grad():

@@ -115,14 +115,12 @@ def prepare(run: Run, checkpoint: AnyCheckpoint, groups: SavedGroups, request: R
     raise_faults(faults, subject=subject)
     if not strict:
         warn_of_others(model_now, checkpoint, grid)
-    if loads_optimizer and checkpoint.stage == 0 and live is not None:
-        checkpoint, extents = groups.ordered
-        shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
     values = None
     if loads_optimizer and live is not None:
+        if checkpoint.stage == 0:
+            checkpoint, extents = groups.ordered
+            shards = ZeroShards(checkpoint=checkpoint, stage0=extents)
         values, found = _optimizer_values(run, live, checkpoint, groups, settings, request)
-        if request.moments:
-            found += [*_unfollowed(live, checkpoint), *state_faults(live, checkpoint)]
         faults += found
         raise_faults(faults, subject=subject)
     own = live is None or live.stage == 0 or live.kind == "zero3" or run.from_masters
@@ -249,6 +247,7 @@ def _optimizer_values(
         faults += wrong + _uneven_states(checkpoint, number, shapes)
     entries = checkpoint.optimizer_entries
     faults += clipping_faults(live.computes_norm, entries, request.replaced)
+    faults += [*_unfollowed(live, checkpoint), *state_faults(live, checkpoint)] if moments else []
     extras = loss_scaling(run, checkpoint, settings, request)
     step = entries.get("base_optimizer_state_step") if moments else None
     return OptimizerValues(groups=hyper, scalars=scalars, extras=extras, step=step), faults
@@ -306,7 +305,7 @@ def same_layout(run: Run, checkpoint: AnyCheckpoint) -> bool:
         return False
     if live is None or live.stage == 0:
         as_saved = checkpoint.stage == 0 and run.kind == stage0_kind(checkpoint)
-        return as_saved and not (live is not None and _casts(live, _stage0_types(checkpoint), 8))
+        return as_saved and (live is None or not _casts(live, _stage0_types(checkpoint), 8))
     optim = checkpoint.optim
     if optim is None or optim.elastic or checkpoint.dp != live.dp:
         return False
@@ -342,9 +341,8 @@ def _types(partition: Partition) -> list[ElementType]:
 
 def _stage0_types(checkpoint: AnyCheckpoint) -> list[ElementType]:
     """Return the types of the states of a stage-0 optimizer, without its steps, which torch leaves as they are."""
-    saved = states(torch_optimizer(checkpoint.model))
-    values = [value for state in saved for kind, value in state.items() if kind != "step"]
-    return [value.dtype for value in values if isinstance(value, TensorRecord)]
+    found = ((kind, one) for state in states(torch_optimizer(checkpoint.model)) for kind, one in state.items())
+    return [one.dtype for kind, one in found if kind != "step" and isinstance(one, TensorRecord)]
 
 
 def _gaps(gaps: Sequence[int] | None) -> Sequence[int] | None:
