@@ -102,7 +102,7 @@ HOOKS = HostHooks(
             "megatron.training.checkpointing:load_checkpoint",
             "training:load_checkpoint",
             ("ddp_model", "optimizer", "opt_param_scheduler", "load_arg"),
-            "resumes as the flags say, and under any topology, and reports it",
+            "resumes as the flags say, under any topology, and reports what was loaded",
             optional=True,
         ),
         _patch(

@@ -274,11 +274,11 @@ def _random(source: Checkpoint, saved: Saved, run: Mapping[str, object]) -> obje
 
 
 def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faults: list[Fault]) -> tuple[str, ...]:
-    """The kinds of state that are read of every parameter; faults where the two keep others, or Adam tells no step."""
+    """Return the kinds of state to read of each parameter; add a fault if the run keeps others or no step was saved."""
     layout, mend = source.layout, "build the optimizer that was saved, or add --no-load-optim"
     of_run = kinds_of(optimizer)
     if of_run is None:
-        what = "this run's optimizer is none of Adam's kind, whose states alone are read here"
+        what = "this run's optimizer is no variant of Adam, and only Adam's states are read here"
         again = "load it as it was saved, or add --no-load-optim"
         faults.append(UnsupportedLayout.fault(source.folder, what, mend=again))
         return ()
@@ -290,12 +290,12 @@ def kinds_read(source: Checkpoint, policy: ResumePolicy, optimizer: object, faul
         held = set(layout.kinds(name)) - {WEIGHT, MASTER}
         if held != of_run:
             sides = ", ".join(sorted(held)), ", ".join(sorted(of_run))
-            faults.append(ModelMismatch.fault(name, "its optimizer kept other states", *sides, mend=mend))
+            faults.append(ModelMismatch.fault(name, "was saved with other optimizer states", *sides, mend=mend))
     scalars = source.facts.scalars.values() if source.facts is not None else ()
     steps = {number_of(states["step"]) for states in scalars if "step" in states}
     counted = policy.loads_moments and bool(names) and "exp_avg_sq" in of_run  # else counting begins anew
     if counted and (len(steps) > 1 or (not steps and source.objects.get((STEPS,)))):
-        what = "its optimizer's step is not told, or is another of other parameters"
+        what = "its optimizer's step is missing, or differs between parameters"
         faults.append(UnsupportedLayout.fault(source.folder, what, "one step", str(sorted(map(str, steps))), mend=mend))
     return (MASTER, *(sorted(of_run) if policy.loads_moments else ()))
 

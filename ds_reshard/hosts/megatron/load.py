@@ -221,10 +221,10 @@ class MegatronLoad:
 
 
 def left_to_megatron(faults: Sequence[Fault], saved: Saved, hindered: Sequence[str]) -> str:
-    """Why Megatron loads; raises if it cannot, or if anything else is wrong than what is not read or filled here.
+    """Return why Megatron loads. Raises if it cannot, or if anything is wrong but that this load is not made here.
 
-    Of format `torch` a node may have the files of its own ranks alone, and the names of layers that are not known here
-    are those of no tensor of the model: Megatron's load compares them once more (`weights.other_weights`).
+    In format `torch` a node may have only the files of its own ranks, and names of unknown layers belong to no tensor
+    of the model: Megatron's load compares both again (`weights.other_weights`).
     """
     unread = [fault for fault in faults if fault.error == UnsupportedLayout.__name__]
     if not saved.whole:

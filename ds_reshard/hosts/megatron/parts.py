@@ -281,7 +281,7 @@ def _leave_out(optimizer: Optimizer, saved: Sequence[Group] | None) -> None:
 
 
 def without_optimizer(load: Load) -> None:
-    """Make the optimizer and the schedule those of a new run, which Megatron leaves as they are but for the masters."""
+    """Reset param groups, moments and, unless its position is kept, the schedule: Megatron resets the masters alone."""
     matched = {id(part): saved for part, saved in load.matched}
     for part in leaves(load.optimizer):
         restore_groups(part, matched.get(id(part)))

@@ -376,7 +376,7 @@ def _compared(saved: Saved, arguments: Namespace, *, taken: bool) -> str:
 
 
 def _scheduler(words: Sequence[str], arguments: Namespace) -> object:
-    """Megatron's own scheduler, with what its set-up gives it (`get_optimizer_param_scheduler`)."""
+    """Build Megatron's scheduler with the arguments that `get_optimizer_param_scheduler` would pass."""
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
     asked = {

@@ -205,6 +205,7 @@ def _states(load: Load, left: Left) -> Iterator[Row]:
 
 
 def _rest(load: Load, arguments: Namespace, left: Left) -> Iterator[Row]:
+    """Yield the rows of optimizer states, clipping, tensors, random states and sizes."""
     found, policy = load.found, load.policy
     assert found is not None
     yield from _states(load, left)

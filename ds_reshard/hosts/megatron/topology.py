@@ -157,8 +157,8 @@ def _passed_over(path: str) -> Iterator[Fault]:
     below = (os.path.join(given, name) for name in names)
     saves = sorted(folder for folder in below if folders.is_file(os.path.join(folder, TRACKER)))
     if saves:
-        what = "holds folders of --save, and --load takes one of them: Megatron-LM would begin anew"
-        mend = f"give --load {saves[0]}; or leave --load out, to begin anew"
+        what = "contains --save folders and is none itself, so Megatron-LM would begin anew"
+        mend = f"give --load {saves[0]}; or leave out --load, to begin anew"
         yield CheckpointNotFound.fault(path, what, found=", ".join(map(os.path.basename, saves[:8])), mend=mend)
         return
     try:
@@ -271,15 +271,14 @@ def release_faults(where: str, policy: ResumePolicy, step: object) -> list[Fault
 
 
 def missing_file(path: str) -> list[Fault]:
-    """A fault where a rank's file of format `torch` is not there, as a save leaves that was killed, or a copy.
+    """Return a fault if a file of format `torch` is missing, as after a save or a copy that was killed.
 
-    Without that of the weights Megatron ends the rank by `sys.exit()`, the status of a run that went well; without that
-    of the states it stops when weights have changed (`_load_base_checkpoint` and `load_checkpoint` of
-    training/checkpointing.py, 0.18.2 and 0.19.2).
+    Without the weights' file Megatron ends the rank with exit status 0; without the optimizer's it fails after weights
+    have changed (`_load_base_checkpoint`, `load_checkpoint` of training/checkpointing.py, 0.18.2 and 0.19.2).
     """
     if folders.is_file(path):
         return []
-    mend = "restore the folder from a copy, take another iteration, or give the model-parallel sizes that were saved"
+    mend = "restore the folder from a copy, load another iteration, or run with the saved model-parallel sizes"
     return [CheckpointNotFound.fault(path, "is missing", "a file of this rank", "none", mend=mend)]
 
 
@@ -292,7 +291,7 @@ def _latest(folder: str) -> int:
 def hindrances(
     saved: Saved, run: Mapping[str, object], *, optimizer: bool, apart: bool, own_adam: bool = False
 ) -> list[str]:
-    """Why Megatron cannot load it into this run, or would not load it right; empty if it does it right.
+    """Return why Megatron cannot load a checkpoint into this run, or would load it wrong; empty if it loads it right.
 
     `optimizer` is whether the optimizer's state is loaded, too, `apart` whether its experts have one of their own,
     `own_adam` whether its distributed optimizer steps by torch's own Adam.
@@ -370,12 +369,12 @@ def _stages(arguments: Mapping[str, object]) -> tuple[object, ...]:
 
 
 def renumbered(saved: Mapping[str, object], run: Mapping[str, object], where: str) -> list[Fault]:
-    """A fault where stages, which count layers from 0 in format `torch`, begin at others: weights would be others'."""
+    """Return a fault if pipeline stages begin at other layers: format `torch` counts the layers of each from 0."""
     starts = [{at: span.start for at, span in (layers_of(one) or {}).items()} for one in (saved, run)]
     if not all(starts) or starts[0] == starts[1]:
         return []
     what = "has other layers on each pipeline stage, and Megatron-LM would take them for those of the same number"
-    mend = "give it as --load with --finetune, which takes them under any layout, or the layout that was saved"
+    mend = "pass it as --load with --finetune, which loads weights under any layout; or run with the saved layout"
     return [
         UnsupportedLayout.fault(where, what, str(list(starts[0].values())), str(list(starts[1].values())), mend=mend)
     ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to leave it as it was built"
+_LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to keep its initial value"
 
 
 def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -> list[Fault]:

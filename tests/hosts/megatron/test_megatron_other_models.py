@@ -102,7 +102,7 @@ def test_weights_that_a_checkpoint_lacks(releases: Any, gated: Path, form: str, 
         kept = _one(releases, "load", f"{load}--finetune")
         assert any(LACKING in text for text in kept["report"]["warnings"])
     else:
-        assert "add --dist-ckpt-strictness log_all to leave it as it was built" in told["message"]
+        assert "add --dist-ckpt-strictness log_all to keep its initial value" in told["message"]
         mended = _one(releases, "load", f"{load}--finetune --dist-ckpt-strictness log_all")
         assert {text.split()[1].partition(":")[0] for text in mended["wrong"] if text.startswith("weight")} == {
             "decoder.layers.self_attention.linear_qkv.bias"
