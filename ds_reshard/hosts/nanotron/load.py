@@ -59,6 +59,13 @@ class Load:
         """Note a value for the report: the checkpoint's, this run's, the one used, and why."""
         self.rows.append(Row.of(name, saved, run, used, why))
 
+    def warn(self, text: str) -> None:
+        """Warn in the report; at once where the trainer starts without a checkpoint to resume, and makes no report."""
+        if self.trainer is None or getattr(self.trainer, "init_checkpoint_path", None) is not None:
+            self.warnings.append(text)
+        elif rank() == 0:
+            logger.warning("%s", text)
+
     def publish(self) -> None:
         """Note on every rank that the policy was applied; on rank 0 log the report once and publish it."""
         note_applied(self.policy)

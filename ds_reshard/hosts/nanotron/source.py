@@ -6,18 +6,27 @@ nanotron's trainer takes a folder without `latest.txt` and `model_config.json` f
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest
-from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, Fault, ReadFailed, UnsupportedLayout, raise_faults
+from ds_reshard.containers.remote import is_url, natural
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ReadFailed,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.execution.buffers import element_type
 from ds_reshard.execution.checksums import SEEN_BY_ALL
 from ds_reshard.execution.fingerprint import fingerprint_of
@@ -25,7 +34,8 @@ from ds_reshard.formats.nanotron.checkpoint import NanotronCheckpoint
 from ds_reshard.formats.nanotron.content import METADATA
 from ds_reshard.formats.nanotron.door import OpenedNanotron
 from ds_reshard.formats.nanotron.metadata import Batch, read_metadata
-from ds_reshard.formats.nanotron.names import META, NanotronListing, is_nanotron, read_listing
+from ds_reshard.formats.nanotron.names import LATEST, META, NanotronListing, is_nanotron, read_listing
+from ds_reshard.formats.nanotron.parameters import read_parameters
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.nanotron.live import LivePart, ParallelContext, experts_of, tiles_of_parameter
 from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
@@ -34,9 +44,11 @@ from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, WEIGHT, Cont
 from ds_reshard.model.facts import GroupFacts, Scalar
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
+from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
+from ds_reshard.operations.formats import format_of
 from ds_reshard.operations.matching import choose_source, match_tensors
-from ds_reshard.operations.name_map import asked_names, read_name_map
+from ds_reshard.operations.name_map import NameMap, asked_names, read_name_map
 from ds_reshard.operations.proof import unproved
 from ds_reshard.operations.ranks import (
     agree,
@@ -50,6 +62,7 @@ from ds_reshard.operations.ranks import (
     unseen_faults,
 )
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
+from ds_reshard.operations.wrapper_names import patterns
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -60,6 +73,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("ds_reshard")
 _NAMES = 'build the model that was saved, or name its parameters: DS_RESHARD_SETTINGS=\'{"names": "map.json"}\''
+_MODEL = "build the model that was saved"
 _OWN = "ds-reshard convert {folder} OUT --to nanotron --like STEP_OF_THE_COMING_RUN"
 
 
@@ -191,15 +205,78 @@ def parse_ckpt_path(call: Call) -> object:
 
 
 def _found(path: object, original: Callable[[], object]) -> object:
-    found = original()
-    if found is not None or path is None or not os.path.isdir(str(path)):
-        return found
+    """The folder that a rank resumes from; None only where there is no trace of a checkpoint, and it begins anew."""
+    if path is None:
+        return original()
+    given = str(path)
+    if not os.path.exists(given):
+        raise_faults(_passed_over(given, None), subject=f"loading {given}")
+        return original()
     try:
-        return Path(find_listing(str(path), None).folder)
-    except CheckpointNotFound:
-        if any(os.path.exists(os.path.join(str(path), name)) for name in ("latest", "latest_universal")):
-            raise  # a tag of DeepSpeed's that is not there: to begin anew would be silent
+        if os.path.isfile(os.path.join(given, LATEST)):
+            find_listing(given, None)  # raises for a step that is not there
+        found = original()
+        return found if found is not None else Path(find_listing(given, None).folder)
+    except CheckpointNotFound as error:
+        raise_faults(_passed_over(given, error), subject=f"loading {given}")
         return None
+
+
+_POINTERS = (LATEST, "latest", "latest_universal")
+_GIVE = "checkpoints.resume_checkpoint_path: {}; or leave it out, to begin anew"
+
+
+def _passed_over(path: str, error: CheckpointNotFound | None) -> Iterator[Fault]:
+    """A fault if a checkpoint lies above or below a path that is none: nanotron would begin anew.
+
+    `error` tells why none was found in the path; None if that does not exist.
+    """
+    above, anew = os.path.dirname(os.path.abspath(path)), "nanotron would begin anew"
+    if error is None:
+        steps = _below(above, is_nanotron)
+        if steps:
+            what = f"does not exist beside other steps, and {anew}"
+            yield CheckpointNotFound.fault(path, what, _names(steps), "none", mend=_GIVE.format(steps[-1]))
+        return
+    if is_nanotron(above) or not os.path.isdir(path):
+        what = f"is a part of a checkpoint, and {anew}" if is_nanotron(above) else f"is a file, and {anew}"
+        yield CheckpointNotFound.fault(path, what, "the folder of a checkpoint", mend=_GIVE.format(above))
+        return
+    found, what = _below(path, _is_training), f"has no {LATEST}, without which {anew}"
+    if found and os.path.exists(os.path.join(path, LATEST)):
+        what = f"has a {LATEST} that names no step that is there"
+    elif any(os.path.exists(os.path.join(path, name)) for name in _POINTERS):
+        yield from faults_of(error)
+        return
+    if not found:
+        found, what = _below(path, _points), f"contains folders of checkpoints and is none itself, so {anew}"
+        found = found or [run for folder in _below(path, os.path.isdir) for run in _below(folder, _points)]
+    if found:
+        yield CheckpointNotFound.fault(path, what, "one checkpoint", _names(found), mend=_GIVE.format(found[-1]))
+
+
+def _below(folder: str, kind: Callable[[str], bool]) -> list[str]:
+    """The folders of a kind in a folder, 10 behind 9; none where it cannot be listed."""
+    try:
+        names = sorted(os.listdir(folder), key=natural)
+    except OSError:
+        return []
+    return [path for name in names if os.path.isdir(path := os.path.join(folder, name)) and kind(path)]
+
+
+def _is_training(folder: str) -> bool:
+    """Whether the folder is a checkpoint of a training run, and no weights alone, as of a base model."""
+    found = format_of(folder)
+    return found is not None and found[0].name != "plain PyTorch"
+
+
+def _points(folder: str) -> bool:
+    """Whether a file in the folder names the last of its checkpoints."""
+    return any(os.path.isfile(os.path.join(folder, name)) for name in _POINTERS)
+
+
+def _names(found: Sequence[str]) -> str:
+    return ", ".join(map(os.path.basename, found[-8:]))
 
 
 def _told(path: object, found: object) -> tuple[object, str | None]:
@@ -266,7 +343,7 @@ def load_weights(call: Call) -> object:
     load = current()
     foreign = foreign_of(load, folder, context.world_pg)
     if foreign is None:
-        return call() if load.trainer is None else _own_weights(call, context, folder)
+        return call() if load.trainer is None else _own_weights(call, load, context, folder)
     subject, world = f"loading {folder}", context.world_pg
     same_policy(load.policy, world, subject=subject)
     given = cast("Mapping[str, torch.Tensor] | None", call.arguments.get("filtered_state_dict"))
@@ -283,7 +360,7 @@ def load_weights(call: Call) -> object:
         for name, one in content.weights.items()
         if name in shapes or (given is None and name not in content.buffers)
     }
-    faults = match_tensors(shapes, wanted, mend=_NAMES)
+    faults = match_tensors(shapes, wanted, mend=_renamed(content, shapes) or _NAMES)
     fitting = [(saved, one) for saved, one in weights if wanted.get(saved) == one.shape]
     planned, found, cause = attempt(lambda: _plan(foreign, fitting, context))
     copies, others = planned or ([], [])
@@ -297,15 +374,25 @@ def load_weights(call: Call) -> object:
     return {one.name: {} for _, one in weights}
 
 
-def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
+def _renamed(content: Content, run: Collection[str]) -> str | None:
+    """The line that gives all weights the names of the run, if wrappers alone make them differ."""
+    found = patterns(list(content.weights), run)
+    names = {old: (new,) for old, new in (found or {}).items()}
+    if not names or any(NameMap(path="", names=names, digest="").faults(content)):
+        return None
+    return f"write {json.dumps(found)} to map.json, and set DS_RESHARD_SETTINGS='{{\"names\": \"map.json\"}}'"
+
+
+def _own_weights(call: Call, load: Load, context: ParallelContext, folder: str) -> object:
     """What nanotron's own loading answers, once ranks that hold the same weights have read the same. Collective.
 
     Each has read files of its own node, which tell no checksum: so what was read is compared, after it is in place.
     """
     import torch.distributed as dist
 
-    made = call()
     model, given = cast(Module, call["model"]), call.arguments.get("filtered_state_dict")
+    _match_own(model, cast("Mapping[str, torch.Tensor] | None", given), load, context, folder)
+    made = run_on_all(call, context.world_pg, subject=f"loading {folder}")
     alike = ", ".join(map(str, dist.get_process_group_ranks(context.dp_cp_pg)))
     held = cast("Mapping[str, torch.Tensor]", given or model.state_dict())
     read = {
@@ -318,24 +405,78 @@ def _own_weights(call: Call, context: ParallelContext, folder: str) -> object:
     return made
 
 
+def _match_own(
+    model: Module, given: Mapping[str, torch.Tensor] | None, load: Load, context: ParallelContext, folder: str
+) -> None:
+    """Refuse weights that nanotron's own checkpoint lacks or has in another shape; warn of those that only it has.
+
+    nanotron raises on the ranks that train them alone, copies one element to all of a parameter, and passes over the
+    rest. Collective; the first rank reads the headers of the weights. Experts are left out, as ranks have theirs under
+    one name, and so is what a damaged folder lists.
+    """
+    world, subject = context.world_pg, f"loading {folder}"
+    shapes = run_on_all(lambda: _shapes(model, given), world, subject=subject)
+    run = {name: shape for of_rank in gather(shapes, world) for name, shape in of_rank.items()}
+
+    def look() -> list[str]:
+        listing = read_listing(folder)
+        metadata = read_metadata(listing)[0]
+        if (
+            metadata is None
+            or context.expert_parallel_size > 1
+            or any("/model/" in one.where for one in listing.faults)
+        ):
+            return []
+        parameters, faults = read_parameters(listing, metadata.tp)
+        saved = {name: one.shape for name, one in parameters.items()}
+        wanted = {name: shape for name, shape in saved.items() if name in run}
+        raise_faults(faults or match_tensors(run, wanted, mend=_MODEL), subject=subject)
+        return sorted(saved.keys() - run.keys()) if given is None else []
+
+    left, faults, cause = attempt(lambda: look() if world.rank() == 0 else [])
+    left, faults = broadcast((left, faults), world)
+    raise_caused(faults, subject=subject, cause=cause)
+    if left:
+        names = f"{', '.join(left[:8])}{f' and {len(left) - 8} more' if len(left) > 8 else ''}"
+        load.warn(f"{folder} has {len(left)} weights that this run's model has not, and they are left out: {names}")
+
+
+def _shapes(model: Module, given: Mapping[str, torch.Tensor] | None) -> dict[str, Shape]:
+    """The whole shapes of this rank's parameters, by the names under which nanotron saves them."""
+    found: dict[str, Shape] = {}
+    for name, parameter, _ in _parameters(model, given):
+        sharded = getattr(parameter, "is_sharded", False)
+        shape = parameter.get_sharded_info().unsharded_shape if sharded else parameter.shape  # type: ignore[attr-defined]
+        found[name] = tuple(map(int, shape))
+    return found
+
+
 def _weights(
     model: Module, given: Mapping[str, torch.Tensor] | None, tied: Mapping[str, str]
 ) -> Iterator[tuple[str, LivePart]]:
-    """The parameters of this rank, each with the name under which the checkpoint has it.
+    """The parameters of this rank, each with the name under which the checkpoint has it."""
+    for number, (name, parameter, tensor) in enumerate(_parameters(model, given)):
+        shape, tiles = tiles_of_parameter(name, parameter)
+        stop = tensor.numel()
+        part = LivePart(name=name, number=number, shape=shape, tiles=tiles, start=0, stop=stop, tensor=tensor)
+        yield tied.get(name, name), part
 
-    A tied one has the name that nanotron saves it by (`load_weights`).
+
+def _parameters(
+    model: Module, given: Mapping[str, torch.Tensor] | None
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Each parameter of this rank, and what is filled of it, by the name that nanotron saves it by (`load_weights`).
+
+    Of a tied parameter that is the name in the first module that has it.
     """
     prefixes = {id(module): f"{name}." if name else "" for name, module in model.named_modules()}
     prefixes[id(model)] = ""
-    for number, (name, tensor) in enumerate((given if given is not None else model.state_dict()).items()):
+    for name, tensor in (given if given is not None else model.state_dict()).items():
         parameter = model.get_parameter(name)
         own = name
         if getattr(parameter, "is_tied", False):
             own = parameter.get_tied_info().get_full_name_from_module_id_to_prefix(prefixes)  # type: ignore[attr-defined]
-        shape, tiles = tiles_of_parameter(own, parameter)
-        stop = tensor.numel()
-        part = LivePart(name=own, number=number, shape=shape, tiles=tiles, start=0, stop=stop, tensor=tensor)
-        yield tied.get(own, own), part
+        yield own, parameter, tensor
 
 
 def _plan(
