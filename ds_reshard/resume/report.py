@@ -109,7 +109,8 @@ def say_applied(report: ResumeReport, policy: ResumePolicy, *, reserve: str = ""
             values.setdefault(name, []).append(_shown(row.used))
     ordered = sorted(values, key=lambda name: _ALWAYS.index(name) if name in _ALWAYS else len(_ALWAYS))
     told = ", ".join(f"{name} {_alike(values[name])}" for name in ordered)
-    say(f"{', '.join(asked) or 'resume policy'} applied to {report.checkpoint}: the first update uses {told}{reserve}")
+    uses = f": the first update uses {told}{reserve}" if told else ""
+    say(f"{', '.join(asked) or 'resume policy'} applied to {report.checkpoint}{uses}")
 
 
 def _alike(shown: Sequence[str]) -> str:
@@ -196,7 +197,7 @@ _SPELLED = {(flag.key, flag.value): flag.names[0] for flag in FLAGS}
 
 
 def because(policy: ResumePolicy, what: str, name: str = "") -> str:
-    """Which flag or key decided about iteration, position, schedule, optimizer, dataloader or a hyper-parameter.
+    """Which flag or key decided about iteration, position, schedule, optimizer, dataloader, rng or a hyper-parameter.
 
     As it was given where that is known, else the flag.
     """
@@ -208,7 +209,7 @@ def because(policy: ResumePolicy, what: str, name: str = "") -> str:
         return policy.asked.get("hyperparameters", "--override-optim-hparams")
     if policy.finetune:
         return of("finetune")
-    if what in ("optimizer", "iteration", "dataloader"):
+    if what in ("optimizer", "iteration", "dataloader", "rng"):
         return of(what)
     if what == "position" and not policy.keeps_position and policy.scheduler != "reset":
         return of("iteration" if policy.iteration == "reset" else "optimizer")

@@ -217,7 +217,7 @@ def _rest(load: Load, arguments: Namespace, left: Left) -> Iterator[Row]:
     same = all(_of(found.arguments, name) in (None, getattr(arguments, name, None)) for name in sizes)
     there = not found.release and not _of(found.arguments, "no_save_rng")
     kept = policy.rng and not policy.finetune and there and not arguments.no_load_rng and same
-    why = because(policy, "iteration") if policy.finetune else "host" if policy.rng else "--no-load-rng"
+    why = because(policy, "rng")
     why = why if there or why != "host" else "none were saved"
     if load.unread or load.taken is not None:
         yield Row.of(

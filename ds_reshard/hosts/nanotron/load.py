@@ -14,7 +14,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, error_of, raise_faults
+from ds_reshard.errors import ConfigError, Fault, ScheduleMismatch, raise_faults
 from ds_reshard.formats.nanotron.metadata import Batch
 from ds_reshard.formats.nanotron.names import CONFIG
 from ds_reshard.operations.ranks import gather, rank
@@ -134,15 +134,19 @@ def config_of(load: Load, path: str) -> object:
 
 
 def refuse_contradiction(load: Load) -> None:
-    """A schedule that was asked for and that the trainer is told not to load."""
+    """A schedule, or masters, that were asked for and that the trainer is told not to load."""
     if load.trainer is None or getattr(load.trainer, "init_checkpoint_path", None) is None:
         return
-    wanted = load.policy.scheduler in ("override", "checkpoint", "strict")
-    if wanted and config_of(load, "checkpoints.load_lr_scheduler") is False:
-        where, expected = "checkpoints.load_lr_scheduler", f"true, for scheduler {load.policy.scheduler!r}"
-        mend = f"{where}: true, or leave out the flag"
-        fault = ConfigError.fault(where, "contradicts the resume policy", expected, "false", mend=mend)
-        raise error_of([fault], subject="resume policy")
+    faults = []
+    for key, values, switch in (
+        ("scheduler", ("override", "checkpoint", "strict"), "load_lr_scheduler"),
+        ("optimizer", ("masters",), "load_optimizer"),
+    ):
+        asked, where = getattr(load.policy, key), f"checkpoints.{switch}"
+        if asked in values and config_of(load, where) is False:
+            expected, mend = f"true, for {key} {asked!r}", f"{where}: true, or leave out the flag"
+            faults.append(ConfigError.fault(where, "contradicts the resume policy", expected, "false", mend=mend))
+    raise_faults(faults, subject="resume policy")
 
 
 def batch_of_run(load: Load, dp: int) -> Batch | None:

@@ -7,6 +7,7 @@ and the methods below take a state dict that is complete (serialize/optimizer.py
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -169,11 +170,12 @@ def values_of_groups(
 
 def findings(live: Live, source: Source, states: SavedStates, policy: ResumePolicy) -> Iterator[Fault]:
     """What does not fit of what this rank trains: kinds of states, element types, masters, groups."""
+    adams = {name for names, run in zip(live.groups, live.run, strict=True) if "betas" in run for name in names}
     for name, held in live.held.items():
         if name not in states:
             continue
         yield from unlike(live, held, {kind: one.dtype for kind, one in states[name].items()}, policy)
-        if source.foreign and policy.loads_moments:
+        if policy.loads_moments and (source.foreign or name in adams):
             yield from _lacks(source, name, states[name])
     if source.own is not None:
         yield from other_cuts(live, source.own)
@@ -184,9 +186,9 @@ def findings(live: Live, source: Source, states: SavedStates, policy: ResumePoli
 
 
 def _lacks(source: Source, name: str, kinds: Collection[str]) -> Iterator[Fault]:
-    """States that nanotron's AdamW keeps of each parameter, and another framework has not saved, or others."""
-    found = {*kinds, *source.scalars.get(name, {})} - {MASTER}
-    for kind in sorted(found ^ {"exp_avg", "exp_avg_sq", "step"}):
+    """States of a parameter that torch's AdamW keeps and were not saved; of another framework, others that were."""
+    found, wanted = {*kinds, *source.scalars.get(name, {})} - {MASTER}, {"exp_avg", "exp_avg_sq", "step"}
+    for kind in sorted(found ^ wanted if source.foreign else wanted - found):
         what = "is not there" if kind not in found else "has no place in nanotron's AdamW"
         yield _mismatch(f"{kind} of {name}", what, "exp_avg, exp_avg_sq, step", ", ".join(sorted(found)) or "none")
 
@@ -395,6 +397,13 @@ def _holds(live: Live, read: States | None, *, masters: bool) -> bool:
         ):
             return False
     return True
+
+
+def report_unloaded(load: Load, optimizer: Optimizer, context: ParallelContext) -> None:
+    """The rows of an optimizer that the configuration leaves as it was built; collective."""
+    masters, moments = _left(live_of(optimizer, context), replace(load.policy, optimizer="skip"), None)
+    for name, used in (("fp32 masters", masters), ("moments and step", moments)):
+        load.row(name, used, "checkpoints.load_optimizer")
 
 
 def report_optimizer(

@@ -380,7 +380,7 @@ def _renamed(content: Content, run: Collection[str]) -> str | None:
     names = {old: (new,) for old, new in (found or {}).items()}
     if not names or any(NameMap(path="", names=names, digest="").faults(content)):
         return None
-    return f"write {json.dumps(found)} to map.json, and set DS_RESHARD_SETTINGS='{{\"names\": \"map.json\"}}'"
+    return f'write {json.dumps(found)} to map.json, and set DS_RESHARD_SETTINGS=\'{{"names": "map.json"}}\''
 
 
 def _own_weights(call: Call, load: Load, context: ParallelContext, folder: str) -> object:

@@ -20,8 +20,9 @@ from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointNotFound, ReshardError, fail
 from ds_reshard.execution.buffers import read_tensor
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.nanotron.live import ParallelContext, place_of
+from ds_reshard.hosts.nanotron.live import Optimizer, ParallelContext, place_of
 from ds_reshard.hosts.nanotron.load import IN_FORCE, Load, config_of, current, same_policy
+from ds_reshard.hosts.nanotron.optimizer import report_unloaded
 from ds_reshard.hosts.nanotron.source import folder_of, foreign_of, meta_of
 from ds_reshard.model.context_value import context_value
 from ds_reshard.model.records import GlobalName, ObjectRecord
@@ -38,6 +39,7 @@ class Trainer(Protocol):
     """`DistributedTrainer` once it has started."""
 
     parallel_context: ParallelContext
+    optimizer: Optimizer
     random_states: object
 
 
@@ -61,6 +63,8 @@ def _initialise(call: Call, seen: Watched) -> None:
         return
     load.where = folder_of(folder)
     same_policy(load.policy, cast(Trainer, trainer).parallel_context.world_pg, subject=f"loading {load.where}")
+    if config_of(load, "checkpoints.load_optimizer") is False:
+        report_unloaded(load, cast(Trainer, trainer).optimizer, cast(Trainer, trainer).parallel_context)
     metadata = getattr(trainer, "metadata", None)
     for name, attribute, what in (
         ("iteration", "last_train_step", "iteration"),
@@ -77,7 +81,7 @@ def _random_states(load: Load, trainer: Trainer) -> tuple[str, str]:
     """Restore the random states as asked: whose they are, and why."""
     policy, world = load.policy, trainer.parallel_context.world_pg
     if not policy.rng or policy.finetune:
-        return "of this run", "--finetune" if policy.finetune else "--no-load-rng"
+        return "of this run", because(policy, "rng")
     if config_of(load, "checkpoints.load_lr_scheduler") is False:  # with which nanotron begins at step 0
         return "of this run", "checkpoints.load_lr_scheduler"
     path = file_of(trainer.parallel_context, load.where)

@@ -376,7 +376,8 @@ def test_random_states_are_restored_where_the_ranks_are_the_same(saved: Callable
     (told,) = worlds[1].run("nanotron_jobs.load_random", run=Run(), folder=folder)
     assert told.startswith("CheckpointNotFound") and "--no-load-rng" in told
     (kept, _) = worlds[2].run("nanotron_jobs.resume", run=run, folder=folder, policy={"rng": False})
-    assert kept["report"]["random states"].because == "--no-load-rng"
+    assert kept["report"]["random states"].because == '"rng": false'
+    assert kept["told"] and kept["told"][0].endswith("random states of this run")
 
 
 class Hostile:
@@ -435,6 +436,21 @@ def test_a_schedule_that_is_asked_for_and_not_loaded_is_refused(saved: Callable[
             policy={"scheduler": "override"},
             checkpoints={"load_lr_scheduler": False},
         )
+
+
+@pytest.mark.parametrize("schedule", [True, False])
+def test_masters_that_are_asked_for_and_not_loaded_are_refused(
+    schedule: bool, saved: Callable[..., str], worlds: Any
+) -> None:
+    """And without the flag the report says what the optimizer that nobody loads holds."""
+    given = {"run": Run(), "folder": saved(Run())}
+    switches = {"load_optimizer": False, "load_lr_scheduler": schedule}
+    with pytest.raises(Exception, match=r"checkpoints\.load_optimizer: contradicts the resume policy"):
+        worlds[1].run("nanotron_jobs.resume", **given, policy={"optimizer": "masters"}, checkpoints=switches)
+    (found,) = worlds[1].run("nanotron_jobs.resume", **given, checkpoints=switches)
+    rows = [found["report"][name] for name in ("fp32 masters", "moments and step")]
+    assert [row.used for row in rows] == ["from the loaded weights", "zero"]
+    assert {row.because for row in rows} == {"checkpoints.load_optimizer"}
 
 
 def test_every_copy_of_a_name_is_patched(worlds: Any) -> None:

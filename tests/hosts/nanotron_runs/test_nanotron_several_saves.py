@@ -62,6 +62,29 @@ def test_a_parameter_that_is_cut_in_other_chunks_is_refused(saved: Run, tmp_path
     assert any("qkv.weight: is cut over the tensor-parallel ranks in other chunks" in line for line in found[0][0])
 
 
+@pytest.mark.parametrize("kinds", [("exp_avg_sq",), ("step",), ("step", "exp_avg", "exp_avg_sq")], ids=str)
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("saved", [Run(tp=2), Run(dp=2)], ids=["another", "same"])
+def test_states_that_one_parameter_lacks_are_named(
+    saved: Run, masters: bool, kinds: tuple[str, ...], tmp_path: Path, worlds: Any
+) -> None:
+    """AdamW would fail in its first step, behind a load that reports success."""
+    name, folder = "blocks.0.pp_block.ln.weight", write(replace(saved, masters=masters), tmp_path / "saved")
+
+    def without(state: dict[str, Any]) -> None:
+        for number, known in state["names"].items():
+            for kind in kinds if known == name else ():
+                del state["state"][number][kind]
+
+    for path in (folder / str(STEP) / "optimizer").glob("*.pt"):
+        _changed(path, without)
+    found = worlds[2].run("nanotron_jobs.load", run=Run(dp=2, masters=masters), folders=[str(folder)])
+    assert found[0] == found[1] and found[0][0][0] == "ModelMismatch" and found[0][0][-1] == "changed: False"
+    assert any(
+        line.startswith((f"{kinds[0]} of {name}: is not there", f"{name}: is trained by")) for line in found[0][0]
+    )
+
+
 def test_param_groups_of_other_members_are_loaded_by_name(tmp_path: Path, worlds: Any) -> None:
     """As many groups, and as many parameters: torch raises a ValueError."""
     folder = write(Run(), tmp_path / "saved")
