@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8188),
     "operations": (("operations",), 5469),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7263),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7328),
     "other hosts": (("hosts",), 11430),
     "resume, hooks, cli, testing, top": ((".",), 7229),
 }

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from ds_reshard.errors import EngineUnusable
 from ds_reshard.execution.buffers import element_type
+from ds_reshard.execution.states import has_moments
 from ds_reshard.formats.zero.autoep import expert_parts
 from ds_reshard.formats.zero.checkpoint import TpRank
 from ds_reshard.formats.zero.flat import RULES, FlatBuffer
@@ -728,6 +729,49 @@ def own_states(
         sizes = {name: value.numel() for name, value in held.items() if hasattr(value, "numel")}
         return frozenset(name for name, size in sizes.items() if size == numel and name != "step")
     return None if usual is None else frozenset(name for name, follows in usual.items() if follows)
+
+
+_STATES_ELSEWHERE = ("NVMe offload", "ZenFlow", "SuperOffload", "Muon ")
+"""What `unsupported` names if an engine keeps states beside those of its optimizer, or other ones."""
+
+
+def keeps_unknown_states(engine: DeepSpeedEngine) -> bool:
+    """True if the optimizer has made steps, and `forget_states` would not undo all of them."""
+    inner = inner_of(engine)
+    if any(name.startswith(_STATES_ELSEWHERE) for name in unsupported(engine)):
+        return True
+    return has_moments(inner, steps=True) and not all(
+        "use_muon" in group or any(usual_states(type(inner), group, flat=flat) is not None for flat in (True, False))
+        for group in inner.param_groups
+    )
+
+
+def forget_states(engine: DeepSpeedEngine) -> None:
+    """Leave the optimizer without moments and step counts, as one that has not stepped.
+
+    Optimizers make their states in their first step; torch's Adagrad does when it is built (optim/adagrad.py, 2.13).
+    DeepSpeed then links them to parameters, once (`_lazy_init_hp_params_optimizer_state`,
+    runtime/zero/stage_1_and_2.py and runtime/bf16_optimizer.py, 0.19.8).
+    """
+    import torch
+
+    optimizer, inner = engine.optimizer, inner_of(engine)
+    if isinstance(inner, torch.optim.Adagrad):
+        beginnings = {param: group for group in inner.param_groups for param in group["params"]}
+        for param, state in inner.state.items():
+            state["step"].zero_()
+            state["sum"].fill_(beginnings.get(param, inner.defaults)["initial_accumulator_value"])
+        return
+    inner.state.clear()
+    for group in inner.param_groups:
+        group.pop("step", None)
+    if hasattr(optimizer, "backup_optimizer"):  # of a `ratio` below 1, a torch AdamW (runtime/zero/stage3.py, 0.19.8)
+        optimizer.backup_optimizer.state.clear()
+    if hasattr(optimizer, "_hp_optimizer_states_linked"):
+        optimizer._hp_optimizer_states_linked = False
+    for param in engine.module.parameters():
+        if getattr(param, "_hp_mapping", None) is not None:
+            param._hp_mapping.optim_fragment = None
 
 
 def decoupled_in(optimizer: torch.optim.Optimizer) -> bool | None:

@@ -27,11 +27,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.errors import ConfigError, Fault, FingerprintMismatch, UnsupportedLayout, raise_faults
-from ds_reshard.execution.states import CHANGED, Samples
+from ds_reshard.execution.states import CHANGED, Samples, has_moments
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, sequence_ranks
 from ds_reshard.hooks import Call
 from ds_reshard.hooks.installation import REGISTRY
-from ds_reshard.hosts.deepspeed.engine import live_groups, live_kind, refuse_use, restore_use, scale_name
+from ds_reshard.hosts.deepspeed.engine import (
+    forget_states,
+    keeps_unknown_states,
+    live_groups,
+    live_kind,
+    refuse_use,
+    restore_use,
+    scale_name,
+)
 from ds_reshard.hosts.deepspeed.entries import Request, load_sampler, revived
 from ds_reshard.hosts.deepspeed.find_checkpoint import Aside, latest_tag, tag_files
 from ds_reshard.hosts.deepspeed.move import KEPT, states_left
@@ -243,6 +251,10 @@ class Resume:
         if request.module_only and live_kind(engine) != "none" and policy.is_default:
             asked = policy_sources.asked_policy(settings.resume)
             self._passed_over = "" if asked.is_default else ", ".join(asked.asked.values())
+        forgets = settings.enabled and not self.request.load_moments
+        self._forgets_moments = forgets and live_kind(engine) not in ("none", "offload")
+        self._stepped = self._forgets_moments and bool(engine.global_steps or run_values(engine).last)
+        self.had_moments = self._stepped and has_moments(engine.optimizer, steps=True)
         self._engine_ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
             run_values(engine)
@@ -256,8 +268,13 @@ class Resume:
         return engine
 
     def check_policy(self) -> None:
-        """Raise if this engine cannot apply the policy, whatever the checkpoint."""
+        """Raise if this engine cannot apply the policy, or load without moments, whatever the checkpoint."""
         engine, policy = self._engine, self.policy
+        if self._stepped and keeps_unknown_states(engine):
+            where = f"the optimizer {type(innermost(engine.optimizer)).__name__}"
+            what = "has taken steps, and keeps more of them than a load without moments is known to undo"
+            mend = "build the engine anew for a load without moments"
+            raise_faults([ConfigError.fault(where, what, mend=mend)], subject=self._subject)
         if policy.is_default:
             return
         faults = _argument_faults(engine, self._arguments, policy) + _schedule_resume(engine, policy, None).faults()
@@ -309,6 +326,8 @@ class Resume:
         """Apply the policy to the engine that DeepSpeed has loaded; return DeepSpeed's result. Collective."""
         if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
             logger.warning("%s: %s", self._subject, self.proof)
+        if result[0] is not None and self._forgets_moments:
+            forget_states(self._engine)
         if result[0] is None or self._arguments.module_only:
             return result
         if self.policy.is_default:
@@ -325,6 +344,8 @@ class Resume:
 
     def apply(self, steps: Steps) -> None:
         """Apply the policy to the loaded engine; raise if a step of any rank has failed. Collective."""
+        if self._forgets_moments:
+            steps.take(lambda: forget_states(self._engine), subject=self._subject)
         if not self._arguments.module_only:
             steps.take(self._apply, subject=self._subject)
             steps.take(self._refuse_others, subject=self._subject)
@@ -376,6 +397,8 @@ class Resume:
     def report(self, result: Result) -> Result:
         """Publish the report of a finished load; return the load's result. Collective if there is a report file."""
         if result[0] is None or self._arguments.module_only:
+            if result[0] is not None and self.had_moments and rank() == 0:
+                logger.warning("%s: %s", self._subject, _WITHOUT_MOMENTS.format(_BEGIN_ANEW))
             if self._passed_over and rank() == 0:
                 text = "%s: weights alone were loaded (load_module_only=True): this load does not apply %s"
                 logger.warning(text, self._subject, self._passed_over)
@@ -431,9 +454,6 @@ def _argument_faults(engine: DeepSpeedEngine, request: Request, policy: ResumePo
         what = "makes masters from the 16-bit weights, and --load-masters-only asks for the saved ones"
         mend = 'set "load_from_fp32_weights": true, or use --no-load-optim'
         problems.append(("zero_optimization.load_from_fp32_weights: false", what, mend))
-    if not policy.loads_moments and (this_run.stepped or this_run.last is not None or engine.global_steps > 0):
-        what = "has taken steps or loaded before: its moments are not fresh, and a load does not reset them"
-        problems.append(("the running engine", what, "build the engine anew for a load without moments"))
     if policy.dataloader == "reset" and this_run.sampler is None and not policy_sources.adopted("dataloader"):
         what = "DeepSpeed stores a data position for curriculum learning alone: there is nothing to reset"
         problems.append(("dataloader", what, "leave out --reset-dataloader; the script starts its own data anew"))
@@ -757,10 +777,11 @@ _COUNTS_MICRO_BATCHES = (
     "of this run has {now}: the same position is another update; where the script steps the scheduler with each micro "
     "batch, give the scheduler the state that it was built with, but last_epoch {moved}"
 )
-_MOMENTS_KEPT = (
-    "weights were loaded without optimizer states into a run that has stepped: its moments are kept, which are not of "
-    "these weights; build the engine anew to begin them with zeros"
+_WITHOUT_MOMENTS = (
+    "weights were loaded without optimizer states into a run that has stepped: its moments and step counts, which are "
+    "not of these weights, {}"
 )
+_BEGIN_ANEW, _STAY = "begin anew", 'stay; to begin them anew, leave out "enabled": false, or build the engine anew'
 UNHOOKED = (
     "the hooks are not installed, so a scheduler that the engine does not own takes its saved state as it is, whatever "
     "the resume policy says: import ds_reshard.auto, or hand the scheduler to deepspeed.initialize"
@@ -785,8 +806,8 @@ def report(engine: DeepSpeedEngine) -> ResumeReport:
         warnings.append(UNHOOKED)
     if policy.scheduler == "checkpoint" and not policy.loads_masters and not saved.groups:
         warnings.append(_OPTIMIZER_UNREAD)
-    if last.states is not None and last.states[MOMENTS] == KEPT:
-        warnings.append(_MOMENTS_KEPT)
+    if last.had_moments or (last.states is not None and last.states[MOMENTS] == KEPT):
+        warnings.append(_WITHOUT_MOMENTS.format(_BEGIN_ANEW if last.had_moments else _STAY))
     return ResumeReport(host="deepspeed", checkpoint=saved.where, rows=rows, warnings=tuple(warnings))
 
 

@@ -252,3 +252,35 @@ def load_without(run: Run, folder: str, saved: str, loaded: str) -> list[Any]:
     with ds_reshard.install("deepspeed"):
         told = refusal(lambda: engine.load_checkpoint(folder))
     return [told, all(map(torch.equal, before, engine.module.parameters()))]
+
+
+def load_without_moments(
+    run: Run, model: Model, folder: str, stepped: int, section: dict[str, Any] | None = None, anew: bool = False
+) -> dict[str, Any]:
+    """Load into an engine that has `stepped`, what it holds then and after three updates, and what was told of it.
+
+    `anew`: after a refusal, into an engine that has not.
+    """
+    import jobs
+
+    import ds_reshard
+
+    run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, **({"ds_reshard": section} if section else {})})
+    engine, raised = build(run, model, seed=99), []
+    train(engine, 50, stepped)
+    with ds_reshard.install("deepspeed"), heard() as told:
+        for _ in range(1 + anew):
+            before = jobs.contents(engine)
+            try:
+                engine.load_checkpoint(folder, load_optimizer_states=False)
+                break
+            except ds_reshard.ReshardError as error:
+                raised.append((type(error).__name__, str(error), jobs.same(before, jobs.contents(engine))))
+                engine = build(run, model, seed=99)
+        held, told = jobs.contents(engine), list(told)
+        rows = {row.name: row.used for row in report.rows} if (report := ds_reshard.last_report()) is not None else {}
+    train(engine, 100, 3)
+    after = jobs.contents(engine)
+    mapped = {name: getattr(param, "_hp_mapping", None) for param, name in engine.param_names.items()}
+    linked = {name: one.optim_fragment for name, one in mapped.items() if one is not None}
+    return {"held": held, "after": after, "raised": raised, "told": told, "row": rows.get("moments"), "linked": linked}

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import Run
+from cases import Model, Run
 from gathered import same_bits
 from resume_jobs import Setup
 from resumed import rates, resume, same_tensors, uninterrupted
+from saves import Saves
 
 pytestmark = pytest.mark.distributed
 
@@ -157,18 +158,103 @@ def test_rates_that_are_tensors_are_reported(worlds: Any, kept: Any, tmp_path: P
     assert loaded[0]["rates"][0][0]["lr"] == 0.5 and path.is_file()
 
 
-@pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
-def test_a_load_without_moments_into_a_run_that_has_stepped(worlds: Any, kept: Any, now: Run) -> None:
-    """Refused, whenever the engine was first looked at; what DeepSpeed's own argument leaves, the report tells."""
-    folder, _ = kept(Setup(run=Run(2, 2)))
-    for flag in ("--no-load-optim", "--load-masters-only", "--finetune"):
-        for refused in resume(worlds, Setup(run=now), folder, flags=[flag], stepped=2):
-            assert refused["error"] == "ConfigError" and refused["unchanged"], refused.get("text")
-            assert "has taken steps or loaded before: its moments are not fresh" in refused["text"]
-    for stepped, said in ((0, "anew"), (2, "as before this load")):
-        loaded = resume(worlds, Setup(run=now), folder, arguments={"load_optimizer_states": False}, stepped=stepped)
-        rows = {row["name"]: row["used"] for row in loaded[0]["report"]["rows"]}
-        assert (rows["moments"], rows["fp32 masters"]) == (said, "from weights")
+WITHOUT_MOMENTS: list[dict[str, Any]] = [
+    *({"flags": [flag]} for flag in ("--no-load-optim", "--load-masters-only", "--finetune")),
+    *({"arguments": one} for one in ({"load_optimizer_states": False}, {"load_module_only": True})),
+]
+
+
+@pytest.mark.parametrize(
+    "now", [Run(2, 2), Run(1, 1), Run(3, 2), Run("bf16", 2), Run(0, 1, "fp32"), Run(0, 1, "fp16")], ids=str
+)
+@pytest.mark.parametrize("asked", WITHOUT_MOMENTS, ids=str)
+def test_a_load_without_moments_into_a_run_that_has_stepped(worlds: Any, kept: Any, now: Run, asked: Any) -> None:
+    """Afterwards moments and step counts are those of a run that has not stepped, and so are its next updates."""
+    folder, _ = kept(Setup(run=Run(2, 2, now.dtype)))
+    fresh, stepped = (
+        resume(worlds, Setup(run=now), folder, weights_after=True, stepped=steps, **asked) for steps in (0, 2)
+    )
+    for held in (fresh, stepped):
+        assert held[0]["error"] is None, held[0].get("text")
+    for one, other in zip(fresh, stepped, strict=True):
+        assert _alike(one, other)
+        assert all(same_bits(one["weights_after"][name], other["weights_after"][name]) for name in one["weights_after"])
+    if "load_module_only" not in asked.get("arguments", {}):
+        reports = [held[0]["report"] for held in (fresh, stepped)]
+        assert [row["used"] for report in reports for row in report["rows"] if row["name"] == "moments"] == ["anew"] * 2
+        told = [f"{FORGOTTEN}, begin anew" in str(one["warnings"]) for one in reports]
+        assert told == [False, True]
+
+
+FORGOTTEN = "its moments and step counts, which are not of these weights"
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pieces = list(zip(one["pieces"], other["pieces"], strict=True))
+    held = all(first[:3] == second[:3] and same_bits(first[3], second[3]) for first, second in pieces)
+    weights = all(same_bits(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    return held and weights and (one["scalars"], one["groups"]) == (other["scalars"], other["groups"])
+
+
+KEPT: dict[str, tuple[int | str, ...]] = {
+    "adamw": (0, 1, 2, 3, "bf16"),
+    "fused": (2, 3, "bf16"),
+    "adagrad": (0, 1, 3),
+    "nadam": (0, 2),
+    "sgd": (1, 3),
+}
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), [(one, stage) for one, stages in KEPT.items() for stage in stages])
+def test_what_each_optimizer_keeps_of_its_steps_begins_anew(
+    worlds: Any, saves: Saves, optimizer: str, stage: int | str
+) -> None:
+    """States that are made in the first step or with the optimizer, steps of groups, and what parameters link to."""
+    run, model = Run(stage, 2, "bf16" if stage else "fp32"), Model(optimizer=optimizer, groups=1 if optimizer == "adagrad" else 2, scheduler=False)
+    folder, _ = saves(run if not stage else Run(2, 2), Model(groups=2, scheduler=False))
+    for loader in ("direct", "deepspeed") if stage == 0 else ("direct",):
+        given = {"run": run, "model": model, "folder": str(folder), "section": {"reshard": {"unchanged": loader}}}
+        fresh, stepped = (worlds[2].run("refused_jobs.load_without_moments", **given, stepped=n) for n in (0, 2))
+        for one, other in zip(fresh, stepped, strict=True):
+            assert not one["raised"] and not other["raised"], other["raised"]
+            assert _alike(one["held"], other["held"]) and _alike(one["after"], other["after"])
+            links = [(one["linked"][name], other["linked"][name]) for name in one["linked"]]
+            assert all(same_bits(first[kind], second[kind]) for first, second in links for kind in first)
+        assert (fresh[0]["row"], stepped[0]["row"]) == ("anew", "anew")
+        told = [any(FORGOTTEN in line for line in found[0]["told"]) for found in (fresh, stepped)]
+        assert told == [False, True]
+
+
+@pytest.mark.parametrize("now", [Run(2, 2), Run(1, 2), Run(0, 2)], ids=str)
+def test_an_optimizer_whose_states_are_not_known_is_refused_and_its_line_mends_it(
+    worlds: Any, saves: Saves, now: Run
+) -> None:
+    """On every rank, before anything changes; in an engine that is built anew the load is that of a run's beginning."""
+    folder, _ = saves(Run(2, 2), Model(groups=2, scheduler=False))
+    given = {"run": now, "model": Model(optimizer="odd_blocks", groups=2, scheduler=False), "folder": str(folder)}
+    fresh = worlds[2].run("refused_jobs.load_without_moments", **given, stepped=0)
+    stepped = worlds[2].run("refused_jobs.load_without_moments", **given, stepped=2, anew=True)
+    assert stepped[0]["raised"] == stepped[1]["raised"]
+    for one, other in zip(fresh, stepped, strict=True):
+        ((error, text, unchanged),) = other["raised"]
+        assert error == "ConfigError" and "the optimizer Odd: has taken steps" in text and unchanged
+        assert "To mend: build the engine anew for a load without moments" in text
+        assert not one["raised"] and _alike(one["held"], other["held"]) and _alike(one["after"], other["after"])
+
+
+def test_what_deepspeed_alone_loads_keeps_its_moments_and_the_line_of_its_warning_mends_it(
+    worlds: Any, saves: Saves
+) -> None:
+    """With "enabled": false nothing is changed by us; without it, as the warning says, moments begin anew."""
+    folder, _ = saves(Run(2, 2), Model(groups=2, scheduler=False))
+    given = {"run": Run(2, 2), "model": Model(groups=2, scheduler=False), "folder": str(folder), "stepped": 2}
+    kept = worlds[2].run("refused_jobs.load_without_moments", **given, section={"enabled": False})
+    assert kept[0]["row"] == "as before this load"
+    (line,) = [line for line in kept[0]["told"] if FORGOTTEN in line]
+    assert 'stay; to begin them anew, leave out "enabled": false, or build the engine anew' in line
+    assert worlds[2].run("refused_jobs.load_without_moments", **given)[0]["row"] == "anew"
+    built = worlds[2].run("refused_jobs.load_without_moments", **{**given, "stepped": 0}, section={"enabled": False})
+    assert built[0]["row"] == "anew"
 
 
 @pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
@@ -211,10 +297,7 @@ def test_rows_of_what_is_alike_are_looked_at(worlds: Any, tmp_path: Path, now: R
         assert rows(Run(2, 2), now, stepped=stepped) == ("equal to the weights", "anew")
         assert rows(Run(2, 2, "fp32"), replace(now, dtype="fp32"), stepped=stepped) == ("checkpoint", "anew")
     alone = {"arguments": {"load_optimizer_states": False}}
-    assert rows(Run(2, 2, "fp32"), replace(now, dtype="fp32"), stepped=2, **alone) == (
-        "from weights",
-        "as before this load",
-    )
+    assert rows(Run(2, 2, "fp32"), replace(now, dtype="fp32"), stepped=2, **alone) == ("from weights", "anew")
 
 
 @pytest.mark.parametrize(("spoil", "left"), [("zero_", "anew"), ("uniform_", "not those of the checkpoint")])
