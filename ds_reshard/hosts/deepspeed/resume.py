@@ -251,9 +251,9 @@ class Resume:
         if request.module_only and live_kind(engine) != "none" and policy.is_default:
             asked = policy_sources.asked_policy(settings.resume)
             self._passed_over = "" if asked.is_default else ", ".join(asked.asked.values())
-        forgets = settings.enabled and not self.request.load_moments
-        self._forgets_moments = forgets and live_kind(engine) not in ("none", "offload")
-        self._stepped = self._forgets_moments and bool(engine.global_steps or run_values(engine).last)
+        without_moments = settings.enabled and not self.request.load_moments
+        stateful = without_moments and live_kind(engine) not in ("none", "offload")
+        self._stepped = stateful and bool(engine.global_steps or run_values(engine).last)
         self.had_moments = self._stepped and has_moments(engine.optimizer, steps=True)
         self._engine_ref, self._arguments, self._subject = weakref.ref(engine), request, f"loading {request.load_dir}"
         if not request.module_only:
@@ -326,7 +326,7 @@ class Resume:
         """Apply the policy to the engine that DeepSpeed has loaded; return DeepSpeed's result. Collective."""
         if self.proof == LEFT_TO_DEEPSPEED and rank() == 0:
             logger.warning("%s: %s", self._subject, self.proof)
-        if result[0] is not None and self._forgets_moments:
+        if result[0] is not None and self._stepped:
             forget_states(self._engine)
         if result[0] is None or self._arguments.module_only:
             return result
@@ -344,7 +344,7 @@ class Resume:
 
     def apply(self, steps: Steps) -> None:
         """Apply the policy to the loaded engine; raise if a step of any rank has failed. Collective."""
-        if self._forgets_moments:
+        if self._stepped:
             steps.take(lambda: forget_states(self._engine), subject=self._subject)
         if not self._arguments.module_only:
             steps.take(self._apply, subject=self._subject)

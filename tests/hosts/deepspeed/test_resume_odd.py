@@ -210,7 +210,10 @@ def test_what_each_optimizer_keeps_of_its_steps_begins_anew(
     worlds: Any, saves: Saves, optimizer: str, stage: int | str
 ) -> None:
     """States that are made in the first step or with the optimizer, steps of groups, and what parameters link to."""
-    run, model = Run(stage, 2, "bf16" if stage else "fp32"), Model(optimizer=optimizer, groups=1 if optimizer == "adagrad" else 2, scheduler=False)
+    run, model = (
+        Run(stage, 2, "bf16" if stage else "fp32"),
+        Model(optimizer=optimizer, groups=1 if optimizer == "adagrad" else 2, scheduler=False),
+    )
     folder, _ = saves(run if not stage else Run(2, 2), Model(groups=2, scheduler=False))
     for loader in ("direct", "deepspeed") if stage == 0 else ("direct",):
         given = {"run": run, "model": model, "folder": str(folder), "section": {"reshard": {"unchanged": loader}}}
