@@ -414,6 +414,41 @@ FOLLOWED = {
     ),
     "classes of several files": "hosts/test_unsafe_loads.py::test_what_all_files_need_stands_in_one_line",
     "classes to trust": "hostile/test_unsafe_checkpoints.py::test_all_classes_stand_in_one_line_of_each_tool",
+    "a position beside an engine": (
+        "hosts/deepspeed/test_resume_unowned.py::test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning"
+    ),
+    "a schedule of the other clock": (
+        "hosts/accelerate/test_late_resume.py::test_a_schedule_as_it_was_saved_is_refused_on_another_clock"
+    ),
+    "lengths of other processes, this run's": ("hosts/accelerate/test_positions.py::test_the_checkpoints_schedule"),
+    "lengths of other processes, by batches": (
+        "hosts/accelerate/test_positions.py::test_the_checkpoints_schedule_of_other_lengths_goes_on_by_batches"
+    ),
+    "a schedule that had taken steps": (
+        "hosts/accelerate/test_positions.py::test_a_schedule_that_had_taken_steps_is_refused_and_each_line_mends_it"
+    ),
+    "a strict schedule": ("hosts/deepspeed/test_resume.py::test_strict_lists_every_difference_and_loads_what_agrees"),
+    "a rate that is not used": ("hosts/deepspeed/test_resume.py::test_a_learning_rate_that_is_not_used_is_warned_of"),
+    "what ranks do not hold alike": (
+        "hosts/fsdp/test_fsdp_asked.py::test_each_way_out_of_what_ranks_do_not_hold_alike_saves_what_loads_equal"
+    ),
+    "moments of an optimizer that is not known": (
+        "hosts/deepspeed/test_resume_odd.py::test_an_optimizer_whose_states_are_not_known_is_refused_and_its_line_mends_it"
+    ),
+    "moments that DeepSpeed alone keeps": (
+        "hosts/deepspeed/test_resume_odd.py::test_what_deepspeed_alone_loads_keeps_its_moments_and_the_line_of_its_warning_mends_it"
+    ),
+    "an engine that holds half a checkpoint": (
+        "hosts/deepspeed/test_refusals.py::test_what_others_put_on_the_engine_stays_there"
+    ),
+    "a state that a script gives the optimizer": (
+        "hosts/deepspeed/test_refusals.py::test_a_state_that_the_script_gives_the_optimizer_itself"
+    ),
+    "flags that no load has applied": (
+        "hosts/deepspeed/test_resume_launched.py::test_ranks_of_another_environment_get_the_flags_by_the_line_of_the_error"
+    ),
+    "another vocabulary": ("hosts/deepspeed/test_grid_tensor.py::test_a_run_with_another_vocabulary_is_refused"),
+    "a feature beside a writer": ("hosts/deepspeed/test_refusals.py::test_a_feature_beside_a_writer_is_refused"),
     "Megatron-LM's flags": ("hosts/megatron/test_megatron_mending_lines.py::test_the_flags_of_the_line_mend_a_load"),
     "Megatron-LM's fp16 with torch's Adam": (
         "hosts/megatron/test_megatron_torch_adam.py::test_a_line_that_mends_fp16_with_torchs_adam"

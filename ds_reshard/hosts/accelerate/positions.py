@@ -99,8 +99,10 @@ def _take(
         if policy.scheduler == "strict":
             scheduler.load_state_dict(state)  # which compares what was saved
         if policy.scheduler == "checkpoint":
-            _insist_on_lengths(scheduler, begun, state, steps)
-        given = _moved(scheduler, begun, state, moved, policy)
+            _insist_on_lengths(scheduler, begun, state, steps, line=_line(accelerator, BATCHES))
+        given = _moved(
+            scheduler, begun, state, moved, policy, mend=f"load before the first step, or {_line(accelerator, BATCHES)}"
+        )
         scheduler.load_state_dict(given)
         what = "%s: the saved position %d counts %d steps an update, and this run takes %d: it goes on at %d (%s)"
         say(what, name, position, then, now, moved, why)
@@ -109,18 +111,23 @@ def _take(
     if unit == BATCHES:
         logger.info("%s goes on at position %d, which counts batches: %s", name, position, why)
     elif position:
-        place = "the DeepSpeed JSON" if plugin is not None else "DS_RESHARD_SETTINGS"
-        section = '{"ds_reshard": {%s}}' if plugin is not None else "{%s}"
         say(
             "%s goes on at position %d, which counts the steps of %d processes, and this run has %d: that is another "
             "update (%d would be the saved one) if the script multiplies its lengths by the number of processes; then "
-            "write %s in %s, else %s",
-            *(name, position, then, now, moved, section % (_KEY % UPDATES), place, _KEY % BATCHES),
+            "%s, else %s",
+            *(name, position, then, now, moved, _line(accelerator, UPDATES), _KEY % BATCHES),
         )
 
 
+def _line(accelerator: Accelerator, unit: str) -> str:
+    """What to write, and where, so that positions count `unit`."""
+    if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
+        return 'write {"ds_reshard": {%s}} in the DeepSpeed JSON' % (_KEY % unit)
+    return "write {%s} in DS_RESHARD_SETTINGS" % (_KEY % unit)
+
+
 def _insist_on_lengths(
-    scheduler: object, begun: Beginning, state: Mapping[str, object], steps: tuple[int, int]
+    scheduler: object, begun: Beginning, state: Mapping[str, object], steps: tuple[int, int], *, line: str
 ) -> None:
     """Raise UnsupportedLayout where this run's schedule, moved, would not be the checkpoint's, which is asked for."""
     # OneCycleLR's phases end at other parts of the whole; what has functions is refused when it is given its state.
@@ -128,16 +135,16 @@ def _insist_on_lengths(
     if has_code(scheduler) or scaled:
         return
     what = f"{type(scheduler).__name__} has other lengths in this run than the checkpoint's by the number of processes"
-    mend = 'use --override-opt-param-scheduler for this run\'s, or write {"ds_reshard": {%s}}' % (_KEY % BATCHES)
+    mend = f"use --override-opt-param-scheduler for this run's, or {line}"
     raise_faults([UnsupportedLayout.fault("scheduler.bin", what, mend=mend)], subject="load_state")
 
 
 def _moved(
-    scheduler: object, begun: Beginning, state: Mapping[str, object], position: int, policy: ResumePolicy
+    scheduler: object, begun: Beginning, state: Mapping[str, object], position: int, policy: ResumePolicy, *, mend: str
 ) -> Mapping[str, object]:
     """The state of this run's scheduler at `position`, with the checkpoint's base rates unless a policy has its own.
 
-    Raises UnsupportedLayout where that does not exist.
+    Raises UnsupportedLayout where that does not exist; `mend` is for a scheduler that has taken steps.
     """
     where, name = "the schedule in scheduler.bin", type(scheduler).__name__
     raise_faults(beyond(scheduler, position), subject=where)
@@ -145,6 +152,5 @@ def _moved(
         return {"last_epoch": position}
     if begun.position:
         what = f"{name} had taken steps before this load: its beginning, from which it is put at a position, is gone"
-        mend = 'load before the first step, or write {"ds_reshard": {%s}}' % (_KEY % BATCHES)
         raise_faults([UnsupportedLayout.fault(where, what, mend=mend)], subject="load_state")
     return begun.state_at(scheduler, position, base_lrs_in(state))

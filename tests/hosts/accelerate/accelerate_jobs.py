@@ -11,7 +11,10 @@ from cases import GLOBAL_BATCH
 from late_jobs import new_accelerator, new_net
 
 
-def _prepare(stage: int, lr: float, slope: float, policy: dict[str, Any], seed: int) -> tuple[Any, Any, Any, Any]:
+def _prepare(
+    stage: int, lr: float, slope: float, policy: dict[str, Any], seed: int, times: int = 1
+) -> tuple[Any, Any, Any, Any]:
+    """The schedule takes `times` steps for each update that its script means."""
     world = torch.distributed.get_world_size()
     config = {
         "train_batch_size": GLOBAL_BATCH,
@@ -26,7 +29,7 @@ def _prepare(stage: int, lr: float, slope: float, policy: dict[str, Any], seed: 
     }
     accelerator, net = new_accelerator(config), new_net(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=lr)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + slope * step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + slope * (step / times)))
     model, optimizer, scheduler = accelerator.prepare(net, optimizer, scheduler)
     return accelerator, model, optimizer, scheduler
 
@@ -43,25 +46,39 @@ def _train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, first: 
     return seen
 
 
-def save(stage: int, lr: float, slope: float, folder: str, steps: int) -> list[float]:
-    made = _prepare(stage, lr, slope, {}, 7)
+def save(stage: int, lr: float, slope: float, folder: str, steps: int, times: int = 1) -> list[float]:
+    made = _prepare(stage, lr, slope, {}, 7, times)
     rates = _train(*made, 0, steps)
     made[0].save_state(folder)
     return rates + _train(*made, steps, 3)
 
 
-def resume(stage: int, lr: float, slope: float, folder: str, policy: dict[str, Any]) -> dict[str, Any]:
+def resume(
+    stage: int, lr: float, slope: float, folder: str, policy: dict[str, Any], times: int = 1, moved: int | None = None
+) -> dict[str, Any]:
+    """Load and train; a schedule is given its state once more, with `moved` in it where a warning says so."""
     import ds_reshard
 
-    made = _prepare(stage, lr, slope, policy, 99)
-    with ds_reshard.install("deepspeed"), logs.first_update() as told:
+    made = _prepare(stage, lr, slope, policy, 99, times)
+    with ds_reshard.install("deepspeed"), logs.heard() as heard, logs.first_update() as told:
         made[0].load_state(folder)
+        if moved is not None:
+            scheduler = made[3].scheduler
+            heard.clear()
+            scheduler.load_state_dict({**scheduler.state_dict(), "last_epoch": moved})
     state = made[3].scheduler.state_dict()
     kept = torch.cat([s["exp_avg"].view(-1) for s in made[1].optimizer.optimizer.state.values()]).abs().sum()
     report = ds_reshard.last_report()
     warnings = list(report.warnings) if report is not None else []
     rates = _train(*made, 50, 3)
-    return {"rates": rates, "state": sorted(state), "moments": float(kept), "warnings": warnings, "told": told}
+    return {
+        "rates": rates,
+        "state": sorted(state),
+        "moments": float(kept),
+        "warnings": warnings,
+        "told": told,
+        "heard": list(heard),
+    }
 
 
 def shared_sequence(stage: int, sp: int, folder: str, again: str) -> str:

@@ -42,7 +42,7 @@ KINDS: dict[str, Callable[[Any, int], Any]] = {
 }
 
 
-def _prepared(kind: str, times: int, lr: float, section: dict[str, Any], deepspeed: bool) -> Any:
+def _prepared(kind: str, times: int, lr: float, section: dict[str, Any], deepspeed: bool, before: int) -> Any:
     world = torch.distributed.get_world_size()
     net = new_net()
     if deepspeed:
@@ -62,6 +62,9 @@ def _prepared(kind: str, times: int, lr: float, section: dict[str, Any], deepspe
         accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)])
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     scheduler = KINDS[kind](optimizer, times)
+    for _ in range(before):
+        optimizer.step()
+        scheduler.step()
     return (accelerator, *accelerator.prepare(net, optimizer, scheduler))
 
 
@@ -76,8 +79,12 @@ def run(
     settings: str | None = None,
     deepspeed: bool = True,
     hooks: bool = True,
+    before: int = 0,
 ) -> dict[str, Any]:
-    """Train and save, or load and train: the rates of the updates, the position, and what was told of it."""
+    """Train and save, or load and train: the rates of the updates, the position, and what was told of it.
+
+    The schedule takes `before` steps before it is prepared.
+    """
     import ds_reshard
     from ds_reshard.hosts.fsdp.settings import ask_settings
 
@@ -88,7 +95,7 @@ def run(
         if settings is not None:
             ask_settings(settings, place="DS_RESHARD_SETTINGS")
             stack.callback(ask_settings, '{"accelerate": {"position": null}}', place="DS_RESHARD_SETTINGS")
-        accelerator, model, optimizer, scheduler = _prepared(kind, times, lr, section or {}, deepspeed)
+        accelerator, model, optimizer, scheduler = _prepared(kind, times, lr, section or {}, deepspeed, before)
         told = stack.enter_context(heard(logging.INFO))
         try:
             if load:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from itertools import combinations, product
 from pathlib import Path
@@ -120,12 +122,20 @@ def test_the_resume_policy_holds(worlds: Any, saves: Any, saved: str, loaded: st
 def test_a_schedule_as_it_was_saved_is_refused_on_another_clock(
     worlds: Any, saves: Any, loaded: str, scheduler: str
 ) -> None:
+    """With the line that says the saved clock, which is followed: rates and position are those that were saved."""
     saved = "accelerate" if loaded == "engine" else "engine"
-    told = worlds[2].run(
-        "late_jobs.resume", late=Late(clock=loaded), folder=saves(Late(clock=saved)), policy={"scheduler": scheduler}
-    )
+    late = Late(clock=saved, scheduler="CosineAnnealingLR")
+    asked = {"folder": saves(late), "policy": {"scheduler": scheduler}}
+    told = worlds[2].run("late_jobs.resume", late=late.but(clock=loaded), **asked)
     for rank in told:
-        assert rank["raised"] == "UnsupportedLayout" and f'{{"clock": "{saved}"}}' in rank["text"]
+        assert rank["raised"] == "UnsupportedLayout" and rank["text"] == told[0]["text"]
+    line = re.search(r'write ("ds_reshard": \{.*\}) in the DeepSpeed JSON', told[0]["text"])
+    assert line is not None, told[0]["text"]
+    clock = json.loads(f"{{{line[1]}}}")["ds_reshard"]["accelerate"]["clock"]
+    told = worlds[2].run("late_jobs.resume", late=late.but(clock=clock), **asked)
+    expected = wanted(late, _positions(saved, clock, 2))
+    assert [rank["raised"] for rank in told] == [None, None], told[0].get("text")
+    assert told[0]["rates"] == [pytest.approx(rates, rel=1e-12, abs=0) for rates in expected] and told[0]["moments"] > 0
 
 
 @pytest.mark.parametrize("loaded", ["engine", "accelerate"])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from position_jobs import LR, rates
 
+from ds_reshard.resume.policy_sources import FLAGS
+
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
+UPDATES = '{"accelerate": {"position": "updates"}}'
 SCALED = [
     "constant_with_warmup",
     "linear",
@@ -88,7 +93,7 @@ def test_a_new_rate_with_the_flag_and_without(worlds: Any, saved: Any) -> None:
 
 
 @pytest.mark.parametrize("policy", ["checkpoint", "strict"])
-def test_the_checkpoints_schedule(worlds: Any, saved: Any, policy: str) -> None:
+def test_the_checkpoints_schedule(worlds: Any, saved: Any, tmp_path: Path, policy: str) -> None:
     """Lengths in the ratio of the processes give the saved curve; under "strict" they differ, and are refused."""
     given = {"kind": "CosineAnnealingLR", "folder": saved(2, "CosineAnnealingLR", 2)}
     found = _load(worlds, 1, times=1, section={"resume": {"scheduler": policy}}, **given)
@@ -99,7 +104,52 @@ def test_the_checkpoints_schedule(worlds: Any, saved: Any, policy: str) -> None:
     other = {"resume": {"scheduler": policy}, "accelerate": {"position": "updates"}}
     found = _load(worlds, 1, times=3, section=other, **given)
     error = "UnsupportedLayout" if policy == "checkpoint" else "ScheduleMismatch"
-    assert found["raised"].startswith(error) and "--override-opt-param-scheduler" in found["raised"]
+    assert found["raised"].startswith(error), found["raised"]
+    flag = re.search(r"(?:use|used with) (--override\S+?)[\s)]", found["raised"])
+    assert flag is not None, found["raised"]
+    (asked,) = (one for one in FLAGS if flag[1] in one.names)
+    found = _load(worlds, 1, times=3, section={**other, "resume": {asked.key: asked.value}}, **given)
+    assert found["position"] == 4
+    ((uninterrupted),) = worlds[1].run("position_jobs.run", kind=given["kind"], times=3, folder=str(tmp_path), steps=8)
+    _same(found["rates"], uninterrupted["rates"][4:])
+
+
+def _section(text: str) -> dict[str, Any]:
+    """The JSON that a message says to write."""
+    found = re.search(r"write (\{.*\}) in", text)
+    assert found is not None, text
+    held: dict[str, Any] = json.loads(found[1])
+    return held
+
+
+def test_the_checkpoints_schedule_of_other_lengths_goes_on_by_batches(worlds: Any, saved: Any, tmp_path: Path) -> None:
+    """The other line of the error that refuses "checkpoint": the schedule that was saved, at the saved position."""
+    given = {"kind": "CosineAnnealingLR", "folder": saved(2, "CosineAnnealingLR", 2), "times": 3}
+    asked = {"resume": {"scheduler": "checkpoint"}, "accelerate": {"position": "updates"}}
+    section = _section(_load(worlds, 1, section=asked, **given)["raised"])["ds_reshard"]
+    found = _load(worlds, 1, section={**asked, **section}, **given)
+    assert (found["position"], found["raised"]) == (8, "")
+    (whole,) = worlds[1].run("position_jobs.run", kind=given["kind"], times=2, folder=str(tmp_path), steps=12)
+    _same(found["rates"], whole["rates"][8:])
+
+
+@pytest.mark.parametrize("deepspeed", [True, False], ids=["DeepSpeed", "DDP"])
+def test_a_schedule_that_had_taken_steps_is_refused_and_each_line_mends_it(
+    worlds: Any, saved: Any, tmp_path: Path, deepspeed: bool
+) -> None:
+    """Its beginning, from which the position would be found, is gone: load before, or go on by batches."""
+    kind, folder = "MultiStepLR", saved(2, "MultiStepLR", 2, deepspeed=deepspeed)
+    given = {"kind": kind, "folder": folder, "deepspeed": deepspeed, "times": 1}
+    asked = {"section": {"accelerate": {"position": "updates"}}} if deepspeed else {"settings": UPDATES}
+    refused = _load(worlds, 1, before=2, **given, **asked)["raised"]
+    assert refused.startswith("UnsupportedLayout") and "load before the first step, or write" in refused, refused
+    found = _load(worlds, 1, **given, **asked)
+    assert found["position"] == 4
+    _same(found["rates"], rates(kind, 4, 4))
+    section = _section(refused)
+    line = {"section": section["ds_reshard"]} if deepspeed else {"settings": json.dumps(section)}
+    found = _load(worlds, 1, before=2, **given, **line)
+    assert (found["position"], found["raised"]) == (8, "")
 
 
 @pytest.mark.parametrize("unit", ["updates", "batches"])

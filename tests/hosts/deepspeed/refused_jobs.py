@@ -27,8 +27,13 @@ def _launched() -> Iterator[None]:
         os.environ.update(before)
 
 
-def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple[str, str]:
-    """Switch a feature on in a real engine and load; the error's class and text, or "original"."""
+def load_with_feature(run: Run, model: Model, folder: str, switch: str, real: bool = False) -> Any:
+    """Switch a feature on in a real engine and load; the error's class and text, or "original".
+
+    With `real`, what the engine holds once DeepSpeed's own load has filled it.
+    """
+    import jobs
+
     import ds_reshard
     from ds_reshard.hooks import Seam
 
@@ -43,6 +48,10 @@ def load_with_feature(run: Run, model: Model, folder: str, switch: str) -> tuple
         optimizer.zenflow = True
     else:
         optimizer.__class__ = type(switch, (type(optimizer),), {})
+    if real:
+        with ds_reshard.install("deepspeed"):
+            engine.load_checkpoint(folder)
+        return jobs.contents(engine)
     original = functools.wraps(type(engine).load_checkpoint)(lambda *args, **kwargs: ("original", ""))
     with heard() as lines:
         try:
@@ -180,6 +189,20 @@ def give_own_state(run: Run, model: Model, folder: str, reshard: dict[str, Any] 
         except ds_reshard.ReshardError as error:
             return [type(error).__name__, str(error)]
     return []
+
+
+def by_engine(run: Run, model: Model, folder: str, method: str, reshard: dict[str, Any] | None = None) -> Any:
+    """Train and call the engine's `save_checkpoint`, or its `load_checkpoint` under a policy: what it holds then."""
+    import jobs
+
+    import ds_reshard
+
+    config = {**run.config, **({"ds_reshard": reshard} if reshard else {})}
+    engine = build(Run(run.stage, run.dp, run.dtype, run.options, config), model, seed=7 if reshard is None else 99)
+    train(engine, 0, 2 if reshard is None else 0)
+    with ds_reshard.install("deepspeed"), ds_reshard.install("torch"):
+        getattr(engine, method)(folder)
+    return jobs.contents(engine)
 
 
 def give_later_state(run: Run, model: Model, folder: str, resume: dict[str, Any], give: str) -> dict[str, str]:

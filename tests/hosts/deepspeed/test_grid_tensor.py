@@ -6,6 +6,7 @@ Truth is a rule that gives every element of every tensor its own value (`grid_jo
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -214,10 +215,22 @@ def test_rows_that_no_padding_explains_are_not_made_of_zeros(
 
 @pytest.mark.parametrize(("layers", "size"), [("short padded", 5), ("even", 8)])
 def test_a_run_with_another_vocabulary_is_refused(worlds: Any, folders: Folders, layers: str, size: int) -> None:
-    """Its patterns say 5, in 12 rows, or 8; and 7 were saved."""
+    """Its patterns say 5, in 12 rows, or 8; and 7 were saved. Each way out that the error names is followed."""
     ((error, text, whole),) = worlds[1].run("grid_jobs.refused", grid=mpu(1, layers=layers), folder=str(folders(CUT)))
     assert error == "ModelMismatch" and f"embed: has another shape (expected [{size}, 6], found [7, 6])" in text, text
     assert whole
+    assert "To mend: build the model with the shapes that were saved" in text
+    (found,) = worlds[1].run("grid_jobs.load", grid=mpu(1), folder=str(folders(CUT)))
+    assert found["wrong"] == {}
+    said = re.search(r"add to the DeepSpeed JSON: (.*)", text)
+    if said is None:
+        assert size < 7, "only rows behind those that were saved can be padding"
+        return
+    grid = mpu(1, layers=layers)
+    asked = {"grid": replace(grid, config=json.loads(f"{{{said[1]}}}")), "folder": str(folders(CUT)), "wiped": 3.0}
+    (found,) = worlds[1].run("grid_jobs.load", **asked)
+    row = 6  # the eighth, which is padding by that line, and zero
+    assert found["wrong"] == dict.fromkeys(("embed", "0 fp32", "0 exp_avg", "0 exp_avg_sq"), row)
 
 
 def test_weights_alone_load_whole(worlds: Any, folders: Folders) -> None:

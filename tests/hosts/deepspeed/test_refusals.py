@@ -5,6 +5,7 @@ The engines are real; the feature is switched on in them by hand (synthetic: non
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -138,13 +139,17 @@ def test_files_of_a_writer_load_at_the_layout_that_was_saved(worlds: Any, tmp_pa
 
 
 def test_a_feature_beside_a_writer_is_refused(worlds: Any, saves: Saves) -> None:
-    """At the layout that was saved, too, with the key that keeps DeepSpeed from loading."""
-    folder, _ = saves(Run(3, 2), MODEL)
+    """At the layout that was saved, too, with the key that keeps DeepSpeed from loading; without it all is loaded."""
+    folder, saved = saves(Run(3, 2), MODEL)
     run = Run(3, 2, config={"checkpoint": {"writer": {"type": "python", "data_parallel": "machine"}}})
     asked = {"run": run, "model": MODEL, "folder": str(folder), "switch": "MiCS_Optimizer"}
     told = worlds[2].run("refused_jobs.load_with_feature", **asked)
     assert {error for error, _ in told} == {"UnsupportedLayout"} and len({text for _, text in told}) == 1
-    assert 'remove "writer" from "checkpoint"' in told[0][1]
+    line = re.search(r'remove "(\w+)" from "(\w+)": .* resume with the layout that was saved', told[0][1])
+    assert line is not None, told[0][1]
+    run.config[line[2]].pop(line[1])
+    again = worlds[2].run("refused_jobs.load_with_feature", **{**asked, "run": run}, real=True)
+    assert_same(saved, again)
 
 
 def test_load_universal_without_latest_universal_is_deepspeeds_error(worlds: Any, saves: Saves) -> None:
@@ -272,6 +277,14 @@ def test_a_state_that_the_script_gives_the_optimizer_itself(
     assert plain == ({()} if source.dp == target.dp else {("UnsupportedLayout",)})
     if source.dp == target.dp:
         assert told({"scheduler": "override"}, 1) == [[]] * target.dp
+    line = re.search(r"save by engine\.(\w+), and load by engine\.(\w+)", text)  # followed, under the policy
+    assert line is not None, text
+    given = {"model": model, "folder": str(tmp_path / "again")}
+    if kind != "fused":  # whose parameters `contents` does not name
+        saved = worlds[source.dp].run("refused_jobs.by_engine", run=source, method=line[1], **given)
+        asked = {"resume": {"scheduler": "override"}}
+        loaded = worlds[target.dp].run("refused_jobs.by_engine", run=target, method=line[2], reshard=asked, **given)
+        assert_same(saved, loaded)
 
 
 @pytest.mark.parametrize("give", ["optimizer", "inside", "schedule"])

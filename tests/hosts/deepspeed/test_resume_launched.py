@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,6 +112,25 @@ def test_under_a_command_line_that_starts_its_own_ranks(saved: str, tmp_path: Pa
         f"ds_reshard: --override-opt-param-scheduler applied to {saved}/global_step3: "
         "the first update uses lr 0.388, schedule position 12, weight_decay 0.1"
     ]
+
+
+def test_ranks_of_another_environment_get_the_flags_by_the_line_of_the_error(saved: str, tmp_path: Path) -> None:
+    """A command line whose ranks are given an environment without ours: told at the end, with the launch that works."""
+    bare = "{k: v for k, v in os.environ.items() if k != 'PYTHONPATH' and 'DS_RESHARD' not in k}"
+    (tmp_path / "trainer_cli.py").write_text("import os\n" + CLI.replace("[1:]]", f"[1:]], env={bare}"))
+    run = ("-m", "ds_reshard.run", "--override-opt-param-scheduler", "-m", "trainer_cli")
+    script = (str(SCRIPT), "--lr", "0.4", "--load", saved)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT))), "OMP_NUM_THREADS": "1"}
+    env |= {"DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")  # which DeepSpeed loads itself
+    done = subprocess.run(
+        (sys.executable, *run, *ranks, *script), env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200
+    )
+    told = [json.loads(line[4:]) for line in done.stdout.splitlines() if line.startswith("SAID")]
+    assert done.returncode == 1 and told != [{"lr": FIRST, "position": 12, "moments": True}], done.stderr[-4000:]
+    line = re.search(r"another environment: torchrun \.\.\. (.*) train\.py", done.stderr)
+    assert line is not None, done.stderr[-4000:]
+    assert torchrun(sys.executable, *line[1].split(), *script) == {"lr": FIRST, "position": 12, "moments": True}
 
 
 def test_under_deepspeeds_own_launcher(saved: str, interpreter: str) -> None:

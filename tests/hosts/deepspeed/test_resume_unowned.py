@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -276,12 +277,22 @@ def test_what_is_noted_keeps_neither_engine_nor_optimizer_alive(worlds: Any, sav
 
 def test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning(worlds: Any, tmp_path: Path) -> None:
     """accelerate steps its scheduler once for each rank: five updates of two ranks are a position of ten."""
-    old = {"lr": 0.01, "slope": 0.1}
-    worlds[2].run("accelerate_jobs.save", stage=1, folder=str(tmp_path), steps=4, **old)
-    policy = {"scheduler": "override"}
-    for ranks, warned in ((1, True), (2, False)):
-        said = worlds[ranks].run("accelerate_jobs.resume", stage=1, folder=str(tmp_path), policy=policy, **old)
-        assert any("counts batches" in text for text in said[0]["warnings"]) == warned
+    old, new = {"lr": 0.01, "slope": 0.1}, {"lr": 0.02, "slope": 0.2}
+    worlds[2].run("accelerate_jobs.save", stage=1, folder=str(tmp_path), steps=4, times=2, **old)
+    for policy, asked in (({}, old), ({"scheduler": "override"}, new)):
+        given = {"stage": 1, "folder": str(tmp_path), "policy": policy, **asked}
+        assert not _counted(worlds[2].run("accelerate_jobs.resume", times=2, **given))
+        (line,) = _counted(worlds[1].run("accelerate_jobs.resume", **given))
+        position = re.search(r"where the script's lengths are multiples of .* with last_epoch (\d+)", line)
+        assert position is not None, line
+        found = worlds[1].run("accelerate_jobs.resume", moved=int(position[1]), **given)
+        assert not _counted(found)
+        expected = [asked["lr"] / (1 + asked["slope"] * update) for update in (4, 5, 6)]
+        assert found[0]["rates"] == pytest.approx(expected, rel=1e-12), policy
+
+
+def _counted(told: Any) -> list[str]:
+    return [text for text in told[0]["heard"] if "counts batches" in text]
 
 
 def test_the_warning_is_of_the_scheduler_that_has_just_taken_its_state(worlds: Any, kept: Any) -> None:

@@ -251,6 +251,26 @@ def unequal(folder: str) -> dict[str, str]:
     return told
 
 
+def made_alike(folder: str, way: str) -> dict[str, Any]:
+    """What each rank is told of a save of codes of its own, and what it loads once it has saved them in another way."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    codes, told = torch.arange(4, dtype=torch.int8) + 10 * rank, {}
+    mesh = init_device_mesh("cpu", (size,))
+    with ds_reshard.install("fsdp", verify_after_save=True):
+        told["refused"] = refusal(lambda: dcp.save({"codes": codes}, checkpoint_id=f"{folder}/refused"))
+        if way == "equal on all ranks":
+            dist.all_reduce(codes)
+        key = f"codes.{rank}" if way == "under its own key" else "codes"
+        state: dict[str, Any] = {key: codes}
+        if way == "as a DTensor":
+            state = {key: DTensor.from_local(codes, mesh, [Shard(0)])}
+        told["again"] = refusal(lambda: dcp.save(state, checkpoint_id=f"{folder}/{way}"))
+        empty = {name: torch.zeros_like(value) for name, value in state.items()}
+        told["load"] = refusal(lambda: dcp.load(empty, checkpoint_id=f"{folder}/{way}"))
+    loaded = getattr(empty[key], "to_local", lambda: empty[key])()
+    return {**told, "same": torch.equal(loaded, codes)}
+
+
 SYNTHETIC = """
 class FSDPCheckpointManager:
     def __init__(self, model, optimizer, lr_scheduler, save, damage):

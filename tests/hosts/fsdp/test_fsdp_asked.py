@@ -74,6 +74,26 @@ def test_what_ranks_hold_under_one_name_and_is_not_alike_is_refused(tmp_path: Pa
         assert text.startswith("FingerprintMismatch") and "make it equal on all ranks" in text, (name, text)
 
 
+WAYS = {
+    "equal on all ranks": "make it equal on all ranks before the save",
+    "under its own key": "or save each rank's own under its own key",
+    "as a DTensor": "or as a DTensor",
+}
+
+
+@pytest.mark.acts
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_out_of_what_ranks_do_not_hold_alike_saves_what_loads_equal(tmp_path: Path, way: str) -> None:
+    told = fresh.run("fsdp_asked_jobs.made_alike", 2, folder=str(tmp_path), way=way)
+    for one in told:
+        assert isinstance(one, dict) and one["refused"].startswith("FingerprintMismatch"), told
+        mend = one["refused"].rpartition("To mend: ")[2]
+        assert WAYS[way] in mend and mend.count(", or ") == len(WAYS) - 1, mend
+        assert (one["again"], one["load"], one["same"]) == ("", "", True)
+
+
 class _Own(torch.Tensor):
     """As the states of torchao's 8-bit optimizers are: a class of its own, which torch.save writes as such."""
 
