@@ -18,7 +18,7 @@ from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
 from ds_reshard.operations.inspection import describe
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading, TargetOptions
-from ds_reshard.operations.pickles import scan_files, scan_pickles, siblings, untold
+from ds_reshard.operations.pickles import one_line_for_all, scan_files, scan_pickles, siblings, untold
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume import lr_preview, megatron
 from ds_reshard.resume.lr_preview import ComingRun
@@ -238,7 +238,9 @@ def coming_run(
     if found.format is not ZERO:
         what, mend = f"ds-reshard lr does not read {found.format.name}", "give it one of DeepSpeed or Megatron-LM"
         raise UnsupportedLayout.of(found.folder, what, mend=mend)
-    return lr_preview.coming_run(read_zero_past(found.listing), read, where=where, steps=steps, version=version)
+    with one_line_for_all(found.folder):
+        past = read_zero_past(found.listing)
+    return lr_preview.coming_run(past, read, where=where, steps=steps, version=version)
 
 
 def read_config(path: str) -> Mapping[str, object]:

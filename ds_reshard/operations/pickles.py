@@ -7,11 +7,12 @@ import os
 import platform
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeVar
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import Place, directories, read_directory
@@ -24,6 +25,7 @@ from ds_reshard.errors import (
     ReadFailed,
     ReshardError,
     TrustRequired,
+    error_of,
     faults_of,
     raise_faults,
 )
@@ -34,6 +36,7 @@ from ds_reshard.operations.ranks import agree, attempt, broadcast, gather, rank
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+T = TypeVar("T")
 EXTRA_STATE = "_extra_state"
 """How the keys of tensors end in which Transformer Engine keeps a pickle."""
 
@@ -119,6 +122,37 @@ def every_untrusted(faults: Sequence[Fault], folder: str) -> list[Fault]:
         return list(faults)
     more = [fault for fault in scan_files(walk(folder, [])).faults if fault.error == name]
     return list(dict.fromkeys([*faults, *more]))
+
+
+@contextmanager
+def one_line_for_all(folder: str) -> Iterator[None]:
+    """Let a TrustRequired that is raised in the block name the classes of all files of the folder, in one line."""
+    try:
+        yield
+    except TrustRequired as error:
+        raise error_of(every_untrusted(faults_of(error), folder), subject=f"checkpoint {folder}") from error
+
+
+def trusting(names: Iterable[str], load: Callable[[], T]) -> T:
+    """Return `load()`, in which `torch.load` takes the named classes with `weights_only=True`, too (from torch 2.5 on).
+
+    A framework's own load would refuse what was accepted here. A class that cannot be imported is left to it.
+    """
+    import torch
+
+    allow = getattr(torch.serialization, "safe_globals", None)
+    classes = [one for one in map(_class, names) if one is not None]
+    with allow(classes) if allow is not None and classes else nullcontext():
+        return load()
+
+
+def _class(name: str) -> type | None:
+    module, _, last = name.rpartition(".")
+    try:
+        found = getattr(import_module(module), last)
+    except (AttributeError, ImportError, ValueError):
+        return None
+    return found if isinstance(found, type) else None
 
 
 def _parts(folder: str, objects: Callable[[str], bool] | None = None) -> Mapping[str, set[tuple[int, int]]]:

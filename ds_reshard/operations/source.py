@@ -64,7 +64,7 @@ def open_checkpoint(found: Found, *, states: bool = True, whole: bool = True, op
             raise_faults(faults_of(error), subject=f"checkpoint {found.folder}")  # with what mends it
             raise
         except TrustRequired as error:
-            wanted = every_untrusted(faults_of(error), found.folder) if optimizer else faults_of(error)
+            wanted = every_untrusted(faults_of(error), found.folder) if optimizer or whole else faults_of(error)
             raise error_of(wanted, subject=f"checkpoint {found.folder}") from error
         checkpoint.compare_scalar_states = states
         if not whole:

@@ -284,6 +284,62 @@ def test_all_classes_stand_in_one_line_of_each_tool(
     assert len(trust) == 2 and main([*words, str(tmp_path), *(f"--trust={name}" for name in trust)]) == 0
 
 
+class Theirs:
+    pass
+
+
+CLASSES = (Mine, Yours, Theirs)
+
+
+def _of_each_file(zero: Path) -> Path:
+    """A class in each of three files."""
+    for path, one in zip(sorted((zero / TAG).glob("*.pt")), CLASSES, strict=True):
+        content = torch.load(path, weights_only=False)
+        torch.save({**content, "one": one()}, path)
+    return zero
+
+
+def _plain(folder: Path) -> Path:
+    """Weights beside a scheduler and an optimizer, as a script of torch leaves them."""
+    folder.mkdir()
+    torch.save({"w": torch.ones(3)}, folder / "pytorch_model.bin")
+    torch.save({"last_epoch": 1, "one": Mine()}, folder / "scheduler.pt")
+    torch.save({"state": {}, "param_groups": [{"params": [], "one": Yours()}]}, folder / "optimizer.pt")
+    torch.save(Theirs(), folder / "training_args.bin")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["inspect", "verify --deep", "fingerprint", "plan --to zero3", "diff", "convert --to zero3", "lr", "preflight"],
+)
+def test_classes_of_several_files_stand_in_one_line(
+    words: str, copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of DeepSpeed's, and of plain PyTorch in a conversion; with the line the tool goes on to its end."""
+    config = tmp_path / "ds.json"
+    config.write_text(json.dumps({"train_batch_size": 2, "bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}))
+    _in_one_line(capsys, words, _of_each_file(copied), config)
+    if words.startswith("convert"):
+        _in_one_line(capsys, "convert --to safetensors", _plain(tmp_path / "plain"), config)
+
+
+def _in_one_line(capsys: pytest.CaptureFixture[str], words: str, folder: Path, config: Path) -> None:
+    command, *options = words.split()
+    more = {
+        "diff": [folder],
+        "convert": [folder.with_name(f"{folder.name} converted")],
+        "lr": ["--config", config],
+        "preflight": ["--config", config, "--world", "2"],
+    }.get(command, [])
+    status, told = run(capsys, command, folder, *more, *options)
+    (line,) = {line for line in told.splitlines() if "--trust" in line}
+    trust = re.findall(r"--trust ([\w.]*\w)", line)
+    assert status and sorted(trust) == sorted(f"{__name__}.{one.__name__}" for one in CLASSES), told
+    status, told = run(capsys, command, folder, *more, *options, *(f"--trust={name}" for name in trust))
+    assert status == (command == "lr"), told  # which finds that the rates are others
+
+
 def test_a_class_of_ones_own_is_trusted(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _value(MODEL, lambda held, _: held.update(mine=Mine()))(copied, tmp_path)
     trust = ("--trust", f"{__name__}.Mine")

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ import torch
 from cases import Model, Run
 from late_jobs import Late
 from saves import UNIVERSAL, Saves, Universals
+from unlisted_class import Stranger
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "hostile"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "formats"))
@@ -261,6 +263,48 @@ def test_what_all_files_need_stands_in_one_line(worlds: Any, tmp_path: Path) -> 
         trust = {"ds_reshard": {"trust": json.loads(line[1])}}
         told = worlds[dp].run("load_refused", run=Run(2, dp, config=trust), **asked)
         assert {one["error"] for one in told} == {None}, told
+
+
+def _add(path: Path, **values: object) -> None:
+    torch.save({**torch.load(path, weights_only=False), **values}, path)
+
+
+def _nanotrons(folder: Path, worlds: Any) -> tuple[str, dict[str, Any]]:
+    source = nanotron_builder.write(nanotron_builder.Run(dp=2), folder)
+    first, second = sorted(source.rglob("optimizer/*.pt"))
+    _add(first, one=Decimal(1))
+    _add(second, one=Stranger(2))
+    for path in source.rglob("lr_scheduler/*.pt"):
+        _add(path, one=Fraction(1, 3))
+    return "nanotron_start", {"run": nanotron_builder.Run(tp=2), "folder": str(source)}
+
+
+def _accelerates(folder: Path, worlds: Any) -> tuple[str, dict[str, Any]]:
+    """accelerate itself reads these files with `weights_only=True`."""
+    worlds[2].run("unsafe_jobs.accelerate_save", folder=str(folder), safe=False)
+    _add(folder / "scheduler.bin", one=Decimal(1))
+    _add(folder / "random_states_1.pkl", one=Stranger(2))
+    _add(folder / "custom_checkpoint_0.pkl", one=Fraction(1, 3))
+    return "accelerate_load", {"folder": str(folder)}
+
+
+def _torchs(folder: Path, worlds: Any) -> tuple[str, dict[str, Any]]:
+    held = {"name": "x", "epoch": 3, "one": Decimal(1), "two": Stranger(2), "three": [Fraction(1, 3)]}
+    worlds[2].run("unsafe_jobs.dcp_save", folder=str(folder), run=held)
+    return "dcp_load", {"folder": str(folder), "run": dict.fromkeys(held)}
+
+
+@pytest.mark.parametrize("made", [_nanotrons, _accelerates, _torchs])
+def test_the_one_line_of_each_host_loads(made: Any, worlds: Any, tmp_path: Path) -> None:
+    """Three classes in three places: all stand in the line, and with them the load comes to its end."""
+    job, given = made(tmp_path / "saved", worlds)
+    refused = worlds[2].run("unsafe_jobs.trusting", work=job, trust=(), **given)
+    assert refused[0][:2] == refused[1][:2] and refused[0][0] == "TrustRequired", refused
+    line = re.search(r'by "trust": (\[.*?\])', refused[0][1])
+    assert line is not None
+    trust = json.loads(line[1])
+    assert sorted(trust) == ["decimal.Decimal", "fractions.Fraction", "unlisted_class.Stranger"]
+    assert [one[0] for one in worlds[2].run("unsafe_jobs.trusting", work=job, trust=trust, **given)] == ["", ""]
 
 
 # -- accelerate and the Trainer ----------------------------------------------------------------------------------------

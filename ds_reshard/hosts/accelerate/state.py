@@ -23,14 +23,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
 from ds_reshard.containers import folders
-from ds_reshard.containers.pickle_rules import trust_in
+from ds_reshard.containers.pickle_rules import trust_in, trusted
 from ds_reshard.errors import CheckpointNotFound, UnsupportedLayout, raise_faults
 from ds_reshard.execution import disk
 from ds_reshard.formats.zero.names import OPTIMIZER_FILES, pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate import positions
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
-from ds_reshard.operations.pickles import refuse_unsafe_folder
+from ds_reshard.operations.pickles import refuse_unsafe_folder, trusting
 from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.resume import schedulers
 from ds_reshard.resume.policy import ResumePolicy
@@ -163,7 +163,8 @@ def load_state(call: Call) -> object:
         refuse_unsafe_folder(where, trust=trust_in(config), unread=[OPTIMIZER_FILES] if alone else [])
     # absolute: a name that begins with ~ would be expanded
     folder = os.path.abspath(where) if input_dir is None and where is not None else input_dir
-    original = functools.partial(call, input_dir=folder)
+    names = trusted(trust_in(getattr(plugin, "deepspeed_config", None)))
+    original = functools.partial(trusting, names, functools.partial(call, input_dir=folder))
     if plugin is None:
         if accelerator.distributed_type == "MEGATRON_LM":  # whose own load takes the policy
             return original()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import METADATA
@@ -14,7 +14,7 @@ from ds_reshard.formats.megatron.torch_dist import is_state
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.megatron.live import Load
-from ds_reshard.operations.pickles import Files, already_scanned, refuse_unsafe_folder, walk
+from ds_reshard.operations.pickles import Files, already_scanned, one_line_for_all, refuse_unsafe_folder, walk
 
 
 @contextmanager
@@ -58,7 +58,8 @@ def refuse_unsafe_iteration(folder: str, files: Files | None = None, *, alone: b
     what is damaged of the rest. Collective, unless `alone`.
     """
     try:
-        refuse_unsafe_folder(folder, files, alone=alone, unread=[] if optimizer else [FLAT_FILE])
+        with one_line_for_all(folder) if optimizer else nullcontext():
+            refuse_unsafe_folder(folder, files, alone=alone, unread=[] if optimizer else [FLAT_FILE])
     except ReshardError as error:
         if optimizer or any(fault.error == UnsafePickle.__name__ for fault in error.faults):
             raise

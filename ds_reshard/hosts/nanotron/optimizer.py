@@ -41,6 +41,7 @@ from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
 from ds_reshard.operations.matching import TRAINED, match_tensors
+from ds_reshard.operations.pickles import one_line_for_all
 from ds_reshard.operations.ranks import agree, attempt, gather, run_on_all, same_files
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan, copies_of
@@ -293,7 +294,7 @@ def prepare(live: Live, source: Source, policy: ResumePolicy, before: Sequence[F
     `before` are findings that this rank had already.
     """
     with same_files(live.world, subject=subject):
-        states, faults, cause = attempt(lambda: states_of(source, masters=live.accumulator is not None))
+        states, faults, cause = attempt(lambda: _states_of(live, source))
         agree([*faults, *before] if faults else [], live.world, subject=subject, cause=cause)
     assert states is not None
     found, faults, cause = attempt(lambda: list(findings(live, source, states, policy)))
@@ -304,6 +305,11 @@ def prepare(live: Live, source: Source, policy: ResumePolicy, before: Sequence[F
     found = [*before, *(found or []), *match_tensors(shapes, saved, words=TRAINED, mend=_FACTORY)]
     agree([*faults, *found], live.world, subject=subject, cause=cause)
     return run_on_all(lambda: _plan(live, source, states, policy), live.world, subject=subject)
+
+
+def _states_of(live: Live, source: Source) -> SavedStates:
+    with one_line_for_all(source.folder):
+        return states_of(source, masters=live.accumulator is not None)
 
 
 def state_dict(live: Live, source: Source, states: States, saved: Sequence[Group]) -> dict[str, object]:
@@ -349,7 +355,8 @@ def _plan(live: Live, source: Source, states: SavedStates, policy: ResumePolicy)
                 copies += copies_of(
                     shards.index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype
                 )
-    raise_faults(shards.index.faults or shards.compare(), subject=f"loading {source.folder}")
+    with one_line_for_all(source.folder):
+        raise_faults(shards.index.faults or shards.compare(), subject=f"loading {source.folder}")
     return States(tensors, Plan(copies=coalesce(copies)))
 
 

@@ -42,6 +42,7 @@ from ds_reshard.hosts.nanotron.load import (
 )
 from ds_reshard.hosts.nanotron.source import Source, folder_of, lacks_schedule, no_schedule, source_of
 from ds_reshard.model.content import BASE, LAST
+from ds_reshard.operations.pickles import one_line_for_all
 from ds_reshard.operations.ranks import agree, gather, run_on_all
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import because
@@ -195,7 +196,8 @@ def load_lr_scheduler(call: Call) -> None:
         if not policy.schedule_is_this_runs:
             groups = live_of(outer, context).groups if outer is not None else [()] * len(scheduler.base_lrs)
         own = [state_name("lr_scheduler", *place_of(context, zero=zero)) for zero in (False, True)]
-        return read_rates(source, policy, groups, own)
+        with one_line_for_all(source.folder):
+            return read_rates(source, policy, groups, own)
 
     saved = run_on_all(look, world, subject=f"loading {folder}")
     run = list(scheduler.base_lrs)
