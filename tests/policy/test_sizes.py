@@ -44,7 +44,7 @@ BUDGETS = {
     "containers": (("containers",), 6427),
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8188),
-    "operations": (("operations",), 5469),
+    "operations": (("operations",), 5505),
     "hosts/deepspeed": (("hosts/deepspeed",), 7328),
     "other hosts": (("hosts",), 11430),
     "resume, hooks, cli, testing, top": ((".",), 7229),
