@@ -21,6 +21,7 @@ from ds_reshard.errors import Fault, HookError, raise_faults
 from ds_reshard.hooks import guard
 from ds_reshard.hooks.declare import Function, HostHooks, Patch
 from ds_reshard.hooks.guard import Site, holders, locate
+from ds_reshard.hooks.seams import beyond_hooks
 
 
 class Deferred(MetaPathFinder):
@@ -114,7 +115,13 @@ class Replacement:
 
         @functools.wraps(original)
         def replacement(*args: object, **kwargs: object) -> object:
-            return wrapped(*args, **kwargs) if installation.active else original(*args, **kwargs)
+            try:
+                return wrapped(*args, **kwargs) if installation.active else original(*args, **kwargs)
+            except BaseException as error:
+                hosts = beyond_hooks(error.__traceback__)
+                if hosts is None:
+                    raise
+                raise error.with_traceback(hosts)  # noqa: B904 (the same error, of which this frame alone is ours)
 
         self.patch = patch
         self.site = site

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import FunctionType
+from types import FunctionType, TracebackType
 from typing import Any
 
 from ds_reshard.hooks.declare import Function
@@ -96,3 +97,15 @@ class Seam:
             return getattr(import_module(module), name)(Call(original, signature, args, kwargs, partial=self.partial))
 
         return call
+
+
+def beyond_hooks(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins with a host's function; None where a frame of ours did not call one."""
+    called = False
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_PACKAGE):
+        called = trace.tb_frame.f_code is Call.__call__.__code__
+        trace = trace.tb_next
+    return trace if called else None
+
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")

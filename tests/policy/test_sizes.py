@@ -47,7 +47,7 @@ BUDGETS = {
     "operations": (("operations",), 5505),
     "hosts/deepspeed": (("hosts/deepspeed",), 7328),
     "other hosts": (("hosts",), 11435),
-    "resume, hooks, cli, testing, top": ((".",), 7229),
+    "resume, hooks, cli, testing, top": ((".",), 7249),
 }
 """The lines that each room may have. A step that makes a room smaller lowers its budget."""
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ds_reshard.hooks import Call, Seam
+from ds_reshard.hooks import Call, Patch, Seam
+from ds_reshard.hooks.installation import Replacement
 
 
 def _load(folder: str, tag: str | None = None, *others: int, strict: bool = True, **more: object) -> tuple[object, ...]:
@@ -100,3 +102,19 @@ def test_early_imports_with_the_patch() -> None:
     with pytest.raises(ModuleNotFoundError):
         Seam("no_such_module:load", early=True)(_load)
     Seam("no_such_module:load")(_load)
+
+
+@pytest.mark.parametrize(("seam", "below"), [("load_best_model", "load"), ("_folder", "call")])
+def test_an_error_behind_a_hook_has_one_frame_of_ours(seam: str, below: str) -> None:
+    """A script's own error in the Trainer begins where it did; one of ours keeps all that tells where it is."""
+
+    def load(folder: str) -> None:
+        raise KeyError(folder)
+
+    patch = Patch(target="x:load", wrapper=Seam(f"ds_reshard.hosts.transformers:{seam}"), signature=(), summary="")
+    site, active = SimpleNamespace(dressed=lambda made: made), SimpleNamespace(active=True)
+    patched = Replacement(patch=patch, site=site, original=load, installation=active)  # type: ignore[arg-type]
+    with pytest.raises((KeyError, TypeError)) as caught:
+        patched.value("theirs")
+    names = [frame.name for frame in traceback.extract_tb(caught.value.__traceback__)][1:]
+    assert names == ["replacement", below]
