@@ -19,6 +19,7 @@ MEGATRON = (
     "--dist-ckpt-save-pre-mcore-014",
     "--dist-ckpt-strictness",
     "--end-weight-decay",
+    "--exit-on-missing-checkpoint",
     "--exit-signal",
     "--global-batch-size",
     "--load",

@@ -450,6 +450,9 @@ FOLLOWED = {
     "another vocabulary": ("hosts/deepspeed/test_grid_tensor.py::test_a_run_with_another_vocabulary_is_refused"),
     "a feature beside a writer": ("hosts/deepspeed/test_refusals.py::test_a_feature_beside_a_writer_is_refused"),
     "Megatron-LM's flags": ("hosts/megatron/test_megatron_mending_lines.py::test_the_flags_of_the_line_mend_a_load"),
+    "Megatron-LM's loads, line after line": (
+        "hosts/megatron/test_megatron_mending_chains.py::test_lines_lead_to_a_load_or_to_an_end"
+    ),
     "Megatron-LM's fp16 with torch's Adam": (
         "hosts/megatron/test_megatron_torch_adam.py::test_a_line_that_mends_fp16_with_torchs_adam"
     ),

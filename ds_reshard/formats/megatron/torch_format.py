@@ -87,6 +87,8 @@ _EXPERTS_UNKNOWN = (
 """With these names, cuts or the places of ranks are others than those that were seen."""
 _MEND = "restore the folder from a copy, or take another iteration"
 _SAVE_DIST = "save it with --ckpt-format torch_dist"
+_SAVE_NAMED = f"{_SAVE_DIST} --dist-ckpt-optim-fully-reshardable, or add --no-load-optim"
+"""Of a distributed optimizer, whose states lie flat in torch_dist as well unless they are fully reshardable."""
 _NAMELESS = (
     "its fp32 optimizer numbers its states, and nothing proves which parameter a number is: they are not read; "
     "save it with --ckpt-format torch_dist"
@@ -497,7 +499,7 @@ def _flat(
         what = f"model chunk {number}: the flat buffer is of another size than its parameters"
         alike = all(getattr(one, "shape", None) == (told,) for kind, one in tensors.items() if kind != "numel_unpadded")
         fault = _damaged(path, what, str(numel), str(told))
-        faults.append(frozen(fault, _SAVE_DIST) if alike and isinstance(told, int) and told < numel else fault)
+        faults.append(frozen(fault, _SAVE_NAMED) if alike and isinstance(told, int) and told < numel else fault)
         return
     for kind, tensor in tensors.items():
         if kind == "numel_unpadded":

@@ -7,7 +7,7 @@ A folder of each model-parallel rank with its pieces and its flat buffers, laid 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import accumulate
@@ -51,7 +51,7 @@ def torch_format_target(
     }
     arguments |= {"padded_vocab_size": padded, "use_distributed_optimizer": True, "sequence_parallel": False}
     arguments |= dict.fromkeys(_OF_STAGES)
-    faults = [*_unsupported(content, arguments, tp), *unsupported(content.folder, arguments)]
+    faults = [*_unsupported(content, arguments, tp), *_by_name(unsupported(content.folder, arguments))]
     raise_faults(faults, subject=f"converting {content.folder} to megatron-torch")
     assert padded is not None
     chain = chained(shown.chain, ep if arguments.get("num_experts") else None, content)
@@ -59,7 +59,8 @@ def torch_format_target(
         content=content, shown=shown, arguments=arguments, chain=chain, tp=tp, pp=pp, ep=ep, rows=padded, step=step
     )
     known = {slot.name for folder in writing.folders for slot in folder.slots}
-    raise_faults(list(unplaced(content.folder, writing.weights, known)), subject=f"converting {content.folder}")
+    left = _by_name(unplaced(content.folder, writing.weights, known))
+    raise_faults(list(left), subject=f"converting {content.folder} to megatron-torch")
     iteration = str(shown.common.get("iteration", content.steps))
     held = f"rng_state/shard_0.0_{pp}.{tp}" in shown.objects and ep == 1
     return Target(
@@ -114,6 +115,11 @@ def _unsupported(content: Content, arguments: Mapping[str, object], tp: int) -> 
     heads = arguments.get("num_query_groups" if arguments.get("group_query_attention") else "num_attention_heads")
     if not isinstance(heads, int) or heads % tp:
         yield fault(f"its {heads} heads, or groups of them, do not divide by tp {tp}", "another --tp")
+
+
+def _by_name(faults: Iterable[Fault]) -> Iterator[Fault]:
+    """The same of what has no place in a flat buffer, mended by a format whose states go by name."""
+    return (replace(one, mend=_ANY) for one in faults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +192,7 @@ class _Writing:
                 apart[rank.number, rank.stage, rank.experts.start // self._experts] = buckets
         made = []
         for name, (t, p, e) in places(self.arguments).items():
-            buffers = (dense[t, p], *([apart[t, p, e]] if apart else []))
+            buffers = (dense.get((t, p), ()), *([apart.get((t, p, e), ())] if apart else []))
             made.append(_Folder(name=name, tp=t, stage=p, ep=e, buffers=buffers))
         return made
 

@@ -10,9 +10,10 @@ filled in place. Seams that were seen to work in 0.18.2 and 0.19.2: training/che
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from math import prod
 from types import SimpleNamespace
 from typing import cast
@@ -46,8 +47,9 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region, Shape
 from ds_reshard.operations.filling import fill
-from ds_reshard.operations.matching import choose_source, match_tensors
+from ds_reshard.operations.matching import TENSORS, choose_source, match_tensors
 from ds_reshard.operations.ranks import attempt
+from ds_reshard.operations.wrapper_names import patterns
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Fill, Plan, copies_of
 from ds_reshard.resume.policy import ResumePolicy
@@ -216,7 +218,8 @@ def planned(
     faults += vocabulary_faults(load, (saved.arguments, run), saved.folder, rows)
     if run.get("finetune") and saved.whole:
         own = {name: own[name] for name in there}
-    faults += match_tensors(own, there, mend=MODEL)
+    kept = {key.name for key in source.layout.placements if key.kind == WEIGHT}
+    faults += named_alike(match_tensors(own, there, mend=MODEL), own, kept, saved.folder, by_name=saved.states_by_name)
     for number, share in enumerate(shares or ()):
         for kind in kinds if there.get(share.piece.name) == share.piece.shape else ():
             key = TensorKey(name=share.piece.name, kind=kind)
@@ -238,6 +241,25 @@ def planned(
         same_grid=same_grid(saved, run),
         random=_random(source, saved, run),
     )
+
+
+def named_alike(
+    faults: list[Fault], run: Collection[str], there: Collection[str], where: str, *, by_name: bool
+) -> list[Fault]:
+    """The same, with what mends them if a wrapper, or one module around all, explains the names of one side.
+
+    `by_name` is whether states lie by the names of parameters, so that a conversion keeps them.
+    """
+    absent = [one for one in faults if one.what in TENSORS]
+    names = patterns(there, run) if absent else None
+    if names is None:
+        return faults
+    mend = "give the parameters of the model the names that were saved: another module is around it in one of the runs"
+    if by_name:
+        first = f"ds-reshard convert {where} MID --to dcp --names map.json"
+        last = "ds-reshard convert MID OUT --to megatron"
+        mend = f"write {json.dumps(names)} to map.json and give --load OUT, which these make:\n{first}\n{last}"
+    return [replace(one, mend=mend) if one in absent else one for one in faults]
 
 
 def same_grid(saved: Saved, run: Mapping[str, object]) -> bool:

@@ -16,13 +16,21 @@ from typing import NamedTuple
 from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digest, digests
 from ds_reshard.containers.remote import is_url
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointNotFound,
+    Fault,
+    ModelMismatch,
+    ReshardError,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.megatron.checkpoint import TRACKER, chain_of
-from ds_reshard.hosts.megatron.direct import MODEL, STATES, Taken, planned
+from ds_reshard.hosts.megatron.direct import MODEL, STATES, Taken, named_alike, planned
 from ds_reshard.hosts.megatron.groups import experts_differ, plain_groups
 from ds_reshard.hosts.megatron.live import Load, in_force, leaves, live_groups
 from ds_reshard.hosts.megatron.pickles import refuse_unsafe_iteration
-from ds_reshard.hosts.megatron.pieces import is_torch_adam
+from ds_reshard.hosts.megatron.pieces import has_frozen, is_mixed, is_torch_adam, untold_tensors
 from ds_reshard.hosts.megatron.topology import Saved, find_saved, hindrances, may_be_shifted, unfillable
 from ds_reshard.hosts.megatron.weights import other_buffers, warn_of
 from ds_reshard.model.checkpoint import Checkpoint
@@ -36,6 +44,13 @@ from ds_reshard.resume.report import unwritable
 
 Result = tuple[int, object]
 UNREAD, MEGATRON, DIRECT = "Megatron-LM, unread", "Megatron-LM", "ds_reshard"
+_UNTOLD = "is not told by its module's sharded_state_dict, so that torch_dist neither saves nor loads it"
+_TELL = "tell it there, or freeze it (requires_grad), or add --no-load-optim"
+_NUMBERED = (
+    "its fp32 optimizer numbers its states, and no file tells which parameters were frozen: they are taken for those"
+    " of the parameters that this run trains, in their order"
+)
+_SAME = "load it under the topology that saved it"
 _ASKED = ("ckpt_step", "pretrained_checkpoint")  # which files are loaded, beside their place and the policy
 
 
@@ -56,7 +71,10 @@ class Found(NamedTuple):
 
 @dataclass(slots=True)
 class Choice:
-    """Who loads. `hindered` is why Megatron could not, `source` what was opened here, `wrong` what it proves wrong."""
+    """Who loads. `hindered` is why Megatron could not, `source` what was opened here, `wrong` what it proves wrong.
+
+    `untold` are tensors of this rank's model that torch_dist has no place for.
+    """
 
     loader: str = UNREAD
     hindered: list[str] = field(default_factory=list)
@@ -64,6 +82,7 @@ class Choice:
     source: Checkpoint | None = None
     taken: Taken | None = None
     wrong: list[Fault] = field(default_factory=list)
+    untold: Sequence[str] = ()
 
 
 class MegatronLoad:
@@ -75,7 +94,7 @@ class MegatronLoad:
         self, load: Load, arguments: Namespace, announced: Sequence[Fault], install: Callable[[], Result]
     ) -> None:
         self.load, self.arguments, self._announced, self._install = load, arguments, announced, install
-        self.where = str(arguments.load)
+        self.where = str(arguments.load or getattr(arguments, "pretrained_checkpoint", None))
         self.wanted = load.optimizer is not None and not arguments.finetune and not arguments.no_load_optim
         groups = (group for part in leaves(load.optimizer) for group in live_groups(part))
         self.apart = any(group.get("is_expert_parallel") for group in groups)
@@ -110,11 +129,21 @@ class MegatronLoad:
         return choice
 
     def _choose_loader(self, choice: Choice, saved: Saved) -> None:
+        subject = f"loading {saved.folder}"
         own_adam = self.wanted and any(map(is_torch_adam, leaves(self.load.optimizer)))
         how = {"optimizer": self.wanted, "apart": self.apart, "own_adam": own_adam}
         choice.hindered = hindrances(saved, vars(self.arguments), **how)
         choice.can_hand_over = not choice.hindered
+        untold = untold_tensors(self.load.models)
+        if saved.whole:
+            choice.untold = tuple(untold)
+            trained = [name for name, tensor in untold.items() if tensor.requires_grad and self.wanted]
+            raise_faults([ModelMismatch.fault(name, _UNTOLD, mend=_TELL) for name in trained], subject=subject)
         try:
+            raise_faults(
+                [UnsupportedLayout.fault(name, _UNTOLD, mend=_SAME) for name in untold if not saved.whole],
+                subject=subject,
+            )
             self._read(choice, saved)
             choice.loader = DIRECT
         except ReshardError as error:
@@ -148,6 +177,8 @@ class MegatronLoad:
         load.groups = plain_groups(chain_of(None, saved.objects) or ())
         others = [*other_buffers(saved, load.optimizer)]
         raise_faults([*lacking, *others] if others else [], subject=f"loading {saved.folder}")
+        if not saved.whole and not all(map(is_mixed, leaves(load.optimizer))) and has_frozen(load.models):
+            load.warnings.append(_NUMBERED)
         if may_be_shifted(saved):
             try:
                 looked_at = choice.source is not None
@@ -197,6 +228,8 @@ class MegatronLoad:
         """Compare the tensors of all ranks with those of the checkpoint, once they read the same files. Collective."""
         taken, load = choice.taken, self.load
         agree(choice.wrong, subject=f"loading {self.folder(found)}")
+        untold = sorted({name for names in gather(tuple(choice.untold)) for name in names})
+        load.warnings += [f"{name} {_UNTOLD}: it keeps its initial value" for name in untold]
         if taken is None:
             return
         if not is_url(self.where):  # what is not read here is unpickled by others
@@ -205,7 +238,9 @@ class MegatronLoad:
         names = gather((frozenset(one.name for one in taken.pieces), trained_here))
         has, trains = (dict.fromkeys(frozenset().union(*one)) for one in zip(*names, strict=True))
         placed = taken.source.layout.placements
-        faults = match_tensors(has, {key.name: None for key in placed if key.kind == WEIGHT}, mend=MODEL)
+        kept, folder = {key.name: None for key in placed if key.kind == WEIGHT}, taken.saved.folder
+        faults = match_tensors(has, kept, mend=MODEL)
+        faults = named_alike(faults, has, kept, folder, by_name=taken.saved.states_by_name)
         if self.arguments.finetune:
             strictness = self.arguments.dist_ckpt_strictness if taken.saved.whole else "ignore_all"
             faults = warn_of(load, faults, strictness, has)

@@ -62,18 +62,15 @@ def pieces_of(models: object) -> list[Piece]:
 
     Raises UnsupportedLayout for one whose place is not told as boxes.
     """
-    from megatron.core import parallel_state
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
     from megatron.core.utils import unwrap_model
 
-    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     found = []
     for model in unwrap_model(models):
-        if not hasattr(model, "sharded_state_dict") or hasattr(model, "hide_loss_modules"):  # as of ModelOpt
+        if not _tells(model):
             raise unsupported(type(model).__name__, "does not say where its tensors lie (sharded_state_dict)")
-        told = model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": group})
-        for one in nested_values(told):
+        for one in _told(model):
             if isinstance(one, ShardedTensorFactory):
                 found.append(_piece(one.data, list(nested_values({0: one.build()}))))
             elif isinstance(one, ShardedTensor):
@@ -81,6 +78,45 @@ def pieces_of(models: object) -> list[Piece]:
             elif isinstance(one, ShardedObject) and not one.key.endswith("._extra_state"):  # scales of fp8
                 raise unsupported(one.key, "is no tensor, and only tensors are filled here")
     return found
+
+
+def _tells(model: object) -> bool:
+    return hasattr(model, "sharded_state_dict") and not hasattr(model, "hide_loss_modules")  # as of ModelOpt
+
+
+def _told(model: object) -> Iterator[object]:
+    """What a model's `sharded_state_dict` says of each of its tensors."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    told = model.sharded_state_dict(metadata={"singleton_local_shards": False, "dp_cp_group": group})  # type: ignore[attr-defined]
+    yield from nested_values(told)
+
+
+def untold_tensors(models: object) -> dict[str, torch.Tensor]:
+    """Return the tensors of the models' `state_dict` that `sharded_state_dict` does not tell; of ModelOpt's none.
+
+    Megatron saves them in format `torch` alone.
+    """
+    from megatron.core.utils import unwrap_model
+
+    found: dict[str, torch.Tensor] = {}
+    for model in unwrap_model(models):
+        if _tells(model):
+            told = (cast("torch.Tensor | None", getattr(one, "data", None)) for one in _told(model))
+            known = {one.data_ptr() for one in told if one is not None and hasattr(one, "data_ptr")}
+            held = model.state_dict(keep_vars=True).items()
+            tensors = {name: one for name, one in held if hasattr(one, "data_ptr") and one.numel()}
+            found |= {name: one for name, one in tensors.items() if one.data_ptr() not in known}
+    return {name: one for name, one in found.items() if not name.endswith("_extra_state")}
+
+
+def has_frozen(models: object) -> bool:
+    """Whether any parameter of the models is not trained."""
+    from megatron.core.utils import unwrap_model
+
+    return not all(one.requires_grad for model in unwrap_model(models) for one in model.parameters())
 
 
 def unsupported(where: str, what: str) -> UnsupportedLayout:
@@ -171,6 +207,23 @@ def masters_are_weights(part: Optimizer) -> bool:
         for param, master, start, stop in _held(part)
         if param is not master
     )
+
+
+_RELATIVE, _ABSOLUTE = 2**-6, 2**-20
+"""How far a weight of 16 bits may be from its master, also one that was saved in the other type of 16 bits."""
+
+
+def other_masters(part: Optimizer) -> list[torch.Tensor]:
+    """Return the weights on this rank that are not their masters, rounded."""
+    import torch
+
+    found = []
+    for param, master, start, stop in _held(part):
+        if param.dtype != master.dtype:
+            weight = param.detach().view(-1)[start:stop][:_COMPARED_NUMEL].to(master.dtype)
+            if not torch.allclose(weight, _first(master), rtol=_RELATIVE, atol=_ABSOLUTE, equal_nan=True):
+                found.append(param)
+    return found
 
 
 def _first(master: torch.Tensor) -> torch.Tensor:

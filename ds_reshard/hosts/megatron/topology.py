@@ -40,6 +40,7 @@ from ds_reshard.formats.megatron.checkpoint import (
 from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 from ds_reshard.model.records import ObjectRecord
+from ds_reshard.operations.ranks import attempt
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -94,6 +95,11 @@ class Saved:
         return bool(self.arguments.get("use_distributed_optimizer")) or self.sharding is not None
 
     @property
+    def states_by_name(self) -> bool:
+        """Whether optimizer states are saved by the names of parameters, and not flat or by number."""
+        return self.whole and (not self.distributed or self.sharding == "fully_reshardable")
+
+    @property
     def apart(self) -> bool:
         """Whether experts have an optimizer of their own: its groups say so, else the arguments.
 
@@ -113,18 +119,42 @@ def find_saved(arguments: Namespace) -> Saved | None:
     """
     path = getattr(arguments, "load", None)
     if path is None:
+        _refuse_other_places(arguments)
         return None
     folders.renew(path)
     apart = any(getattr(arguments, name, None) for name in ("use_megatron_fsdp", "use_torch_fsdp2"))
     saved = None if apart else _saved(arguments, path)
-    if saved is None and not folders.is_file(os.path.join(path, TRACKER)):
+    if saved is None and not _has_tracker(path):
         looked_in = _looked_in(arguments, path)
-        if looked_in is not None and looked_in[0] == path:
-            raise_faults(_passed_over(path.rstrip("/")), subject=f"loading {path}")
-        first = getattr(arguments, "pretrained_checkpoint", None)
-        if first is not None and not folders.is_file(os.path.join(first, TRACKER)):
-            raise_faults(map(_of_pretrained, _passed_over(first.rstrip("/"))), subject=f"loading {first}")
+        own = looked_in is not None and looked_in[0] == path
+        raise_faults(_passed_over(path.rstrip("/")) if own else (), subject=f"loading {path}")
+        _refuse_other_places(arguments)
+        if own and getattr(arguments, "exit_on_missing_checkpoint", False) and _pretrained(arguments) is None:
+            more = "; or leave out --exit-on-missing-checkpoint, to begin anew"
+            raise_faults(_holds_none(path, "--load", more), subject=f"loading {path}")
     return saved
+
+
+def _pretrained(arguments: Namespace) -> str | None:
+    found = getattr(arguments, "pretrained_checkpoint", None)
+    return None if found is None else str(found)
+
+
+def _refuse_other_places(arguments: Namespace) -> None:
+    """Raise CheckpointNotFound if `--pretrained-checkpoint`, which is loaded in place of --load, holds none."""
+    first = _pretrained(arguments)
+    if first is not None and not _has_tracker(first):
+        faults = [*map(_of_pretrained, _passed_over(first.rstrip("/")))]
+        raise_faults(faults or _holds_none(first, "--pretrained-checkpoint"), subject=f"loading {first}")
+
+
+def _holds_none(path: str, flag: str, more: str = "") -> list[Fault]:
+    """A fault where a flag wants a checkpoint that is not there: Megatron raises a FileNotFoundError without a name.
+
+    With `--exit-on-missing-checkpoint` it ends by `sys.exit()`, the status of a run that went well.
+    """
+    what, mend = f"holds no checkpoint, which {flag} wants", f"give {flag} the folder of --save of a run{more}"
+    return [CheckpointNotFound.fault(path, what, f"a file {TRACKER}", "none", mend=mend)]
 
 
 def _of_pretrained(fault: Fault) -> Fault:
@@ -140,7 +170,11 @@ def _passed_over(path: str) -> Iterator[Fault]:
     `_load_base_checkpoint` of training/checkpointing.py, 0.18.2 and 0.19.2.
     """
     given = path if is_url(path) else os.path.realpath(path)
-    for folder in (given, os.path.dirname(given)):
+    if not is_url(given) and folders.is_file(given) and _has_tracker(os.path.dirname(given)):
+        what = "is a file, and --load takes the folder of --save: Megatron-LM would begin anew"
+        yield CheckpointNotFound.fault(path, what, mend=f"give --load {os.path.dirname(given)}")
+        return
+    for folder in (given, os.path.dirname(given), os.path.dirname(os.path.dirname(given))):
         step = os.path.basename(folder)
         if _ITERATION.fullmatch(step) and _is_iteration(folder):
             what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
@@ -153,13 +187,8 @@ def _passed_over(path: str) -> Iterator[Fault]:
         mend = f"{_parent(given, there[-1])}; or move {', '.join(there[-12:])} away, to begin anew"
         yield CheckpointNotFound.fault(path, what, mend=mend)
         return
-    names = folders.names(given) if folders.is_folder(given) and not is_url(given) else []
-    below = (os.path.join(given, name) for name in names)
-    saves = sorted(folder for folder in below if folders.is_file(os.path.join(folder, TRACKER)))
-    if saves:
-        what = "contains --save folders and is none itself, so Megatron-LM would begin anew"
-        mend = f"give --load {saves[0]}; or leave out --load, to begin anew"
-        yield CheckpointNotFound.fault(path, what, found=", ".join(map(os.path.basename, saves[:8])), mend=mend)
+    if (fault := _found_below(path, given)) is not None:
+        yield fault
         return
     try:
         found = find_listing(given, None)
@@ -167,15 +196,52 @@ def _passed_over(path: str) -> Iterator[Fault]:
         return
     what, mend = f"is a checkpoint of {found.format.name}, of which Megatron-LM sees nothing: it would begin anew", ""
     if _is_iteration(found.folder):
-        count = read_common(found.folder)[0].get("iteration")
         what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
-        mend = f"move it to DIR/{iteration_name(str(count))}, write {count} into DIR/{TRACKER}, and give --load DIR"
+        mend = _moved(found.folder)
     yield CheckpointNotFound.fault(
         path, what, mend=mend or f"ds-reshard convert {path} DIR --to megatron, and give --load DIR"
     )
 
 
+def _found_below(path: str, given: str) -> Fault | None:
+    """The fault of a folder that holds a checkpoint of Megatron-LM one or two levels below, None of any other."""
+    below = _below(given)
+    saves = list(filter(_has_tracker, below))
+    if saves:
+        what = "contains --save folders and is none itself, so Megatron-LM would begin anew"
+        mend = f"give --load {saves[0]}; or leave out --load, to begin anew"
+        named = ", ".join(os.path.relpath(one, given) for one in saves[:8])
+        return CheckpointNotFound.fault(path, what, found=named, mend=mend)
+    folder = next(filter(_is_iteration, below), None)
+    if folder is None:
+        return None
+    above, step = os.path.split(folder)
+    line = _parent(above, step) if _ITERATION.fullmatch(step) else _moved(folder)
+    what = "contains the files of an iteration, which Megatron-LM would not find: it would begin anew"
+    mend = f"{line}; or leave out --load, to begin anew"
+    return CheckpointNotFound.fault(path, what, found=os.path.relpath(folder, given), mend=mend)
+
+
 _ITERATION = re.compile(r"iter_\d{7,}|release")
+_MOST_BELOW = 64
+
+
+def _below(folder: str) -> list[str]:
+    """The local folders one and two levels below, of each folder the first ones: who lists them waits."""
+    levels = [[] if is_url(folder) else [folder]]
+    for _ in range(2):
+        made = list[str]()
+        for above in levels[-1][:_MOST_BELOW]:
+            names, _, _ = attempt(lambda one=above: folders.names(one))  # type: ignore[misc]
+            made += [os.path.join(above, name) for name in (names or [])[:_MOST_BELOW]]
+        levels.append(list(filter(folders.is_folder, made)))
+    return [*levels[1], *levels[2]]
+
+
+def _moved(folder: str) -> str:
+    """The line that makes the folder of one iteration a checkpoint that Megatron finds."""
+    count = read_common(folder)[0].get("iteration")
+    return f"move {folder} to DIR/{iteration_name(str(count))}, write {count} into DIR/{TRACKER}, and give --load DIR"
 
 
 def _is_iteration(folder: str) -> bool:
@@ -186,7 +252,7 @@ def _parent(folder: str, step: str) -> str:
     """The line that loads an iteration of the folder of `--save`."""
     number = step if step == "release" else str(int(step.removeprefix("iter_")))
     tracker = os.path.join(folder, TRACKER)
-    latest = latest_iteration(folder) if folders.is_file(tracker) else ""
+    latest = latest_iteration(folder) if _has_tracker(folder) else ""
     if number == latest:
         return f"give --load {folder}"
     if not latest.isdecimal() or number == "release":
@@ -197,7 +263,8 @@ def _parent(folder: str, step: str) -> str:
 def _saved(arguments: Namespace, path: str) -> Saved | None:
     try:
         looked_in = _looked_in(arguments, path)
-        if looked_in is None or not folders.is_file(os.path.join(looked_in[0], TRACKER)):
+        told = looked_in is not None and looked_in[1] is not None and _pretrained(arguments) is None
+        if looked_in is None or not (told or _has_tracker(looked_in[0])):
             return None
         raise_faults(_tracker_faults(*looked_in), subject=f"loading {path}")
         folder = find_iteration(*looked_in)
@@ -225,7 +292,7 @@ def _looked_in(arguments: Namespace, path: str) -> tuple[str, str | None] | None
     persistent = path, str(step) if step else None
     if kind is None:
         return persistent
-    elsewhere = getattr(arguments, "pretrained_checkpoint", None) is not None and _latest(path) < 0
+    elsewhere = _pretrained(arguments) is not None and _latest(path) < 0
     if kind != "global" or elsewhere or is_url(path):
         return None
     beside = getattr(arguments, "non_persistent_global_ckpt_dir", None) or os.path.join(path, "non_persistent")
@@ -240,8 +307,10 @@ def _tracker_faults(folder: str, step: str | None) -> Iterator[Fault]:
     says; at the second it reads a folder that is not there (training/checkpointing.py `read_metadata`,
     `_get_checkpoint_format`, 0.18.2 and 0.19.2).
     """
-    told, names = latest_iteration(folder), folders.names(folder)
-    there = sorted(int(name[5:]) for name in names if name.startswith("iter_") and name[5:].isdecimal())
+    names = folders.names(folder)
+    told = latest_iteration(folder) if _has_tracker(folder) else step or ""
+    by_number = {int(name[5:]): name for name in names if name.startswith("iter_") and name[5:].isdecimal()}
+    there = sorted(number for number, name in by_number.items() if iteration_name(str(number)) == name)
     listed = ", ".join(map(str, there[-12:]))
     if told.isdecimal() and step is not None:
         if iteration_name(step) not in names:
@@ -252,6 +321,10 @@ def _tracker_faults(folder: str, step: str | None) -> Iterator[Fault]:
     if (told == "release" or told.isdecimal()) and iteration_name(told) in names:
         return
     mend = f"write one of the iterations that are there into it: {listed}" if there else "remove it, to begin anew"
+    if told.isdecimal() and int(told) in by_number:
+        mend = f"rename {by_number[int(told)]} to {iteration_name(told)}"
+    elif not there and _is_iteration(folder):
+        mend = _moved(folder)
     what = "names no checkpoint that is there: a save may have been killed"
     yield CheckpointDamaged.fault(
         os.path.join(folder, TRACKER), what, "an iteration, or release", repr(told), mend=mend
@@ -282,9 +355,13 @@ def missing_file(path: str) -> list[Fault]:
     return [CheckpointNotFound.fault(path, "is missing", "a file of this rank", "none", mend=mend)]
 
 
+def _has_tracker(folder: str) -> bool:
+    return folders.is_file(os.path.join(folder, TRACKER))
+
+
 def _latest(folder: str) -> int:
     """The iteration that a tracker file names, 0 for a release, -1 where there is none."""
-    told = latest_iteration(folder) if folders.is_file(os.path.join(folder, TRACKER)) else ""
+    told = latest_iteration(folder) if _has_tracker(folder) else ""
     return int(told) if told.isdecimal() else 0 if told == "release" else -1
 
 
@@ -314,8 +391,8 @@ def hindrances(
         return found
     found += [OWN_ADAM] * own_adam
     if optimizer and not saved.whole and distributed:
-        latest = iteration_name(latest_iteration(os.path.dirname(saved.folder)))
-        found += [_OTHER_STEP] * (latest != os.path.basename(saved.folder))
+        above, step = os.path.split(saved.folder)
+        found += [_OTHER_STEP] * (not _has_tracker(above) or iteration_name(latest_iteration(above)) != step)
     if saved.whole and saved.distributed:
         if saved.sharding not in ("dp_reshardable", "fully_reshardable", *_MEGATRONS):
             return [f"its optimizer's state is of sharding type {saved.sharding}"]

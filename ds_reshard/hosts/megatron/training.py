@@ -23,7 +23,7 @@ from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import PurePath
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
@@ -44,11 +44,12 @@ from ds_reshard.execution.states import CHANGED
 from ds_reshard.formats.megatron.checkpoint import TRACKER, find_iteration, saved_groups
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 from ds_reshard.hooks import Call
-from ds_reshard.hosts.megatron.direct import vocabulary_faults
+from ds_reshard.hosts.megatron.direct import STATES, vocabulary_faults
 from ds_reshard.hosts.megatron.group_values import (
     changed_moments,
     fresh_moments,
     group_differences,
+    is_loaded,
     note_loaded,
     policy_faults,
     run_groups,
@@ -65,6 +66,7 @@ from ds_reshard.hosts.megatron.parts import (
     without_optimizer,
 )
 from ds_reshard.hosts.megatron.pickles import refuse_iteration
+from ds_reshard.hosts.megatron.pieces import other_masters
 from ds_reshard.hosts.megatron.report import publish_training
 from ds_reshard.hosts.megatron.topology import missing_file, release_faults
 from ds_reshard.hosts.megatron.weights import other_tensors, other_weights, own_file
@@ -76,6 +78,9 @@ from ds_reshard.resume.megatron import extra_values, read_schedule
 from ds_reshard.resume.policy import Given, ResumePolicy
 from ds_reshard.resume.policy_sources import FLAGS, add_arguments, given
 from ds_reshard.resume.report import because
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger("ds_reshard")
 
@@ -131,6 +136,7 @@ def _install(load: Load, call: Call, arguments: Namespace) -> Result:
     iteration = _counters(load, arguments, iteration)
     _verify(load)
     agree(_changed(load), subject=f"loading {load.where}")
+    agree(_foreign_masters(load, arguments), subject=LATE)
     publish_training(load, arguments, iteration)
     return iteration, operations
 
@@ -159,6 +165,9 @@ def announced_faults(policy: ResumePolicy, arguments: Namespace) -> list[Fault]:
     """What the policy and Megatron's arguments say that cannot be, before anything is read."""
     gone, mend = "is no flag any more", "leave it out: what can be read here is read straight from its files"
     faults = [ConfigError.fault(_ALWAYS, gone, mend=mend)] * bool(getattr(arguments, "ds_reshard_always", False))
+    if getattr(arguments, "ckpt_step", None) == 0:
+        what = "is no step to Megatron-LM, which would load the iteration that the tracker file names"
+        faults.append(ConfigError.fault("--ckpt-step 0", what, mend="leave it out, or give an iteration above 0"))
     return faults + announced_format_faults(policy, arguments) + _contradictions(policy, arguments)
 
 
@@ -228,6 +237,25 @@ def _changed(load: Load) -> list[Fault]:
     kinds = sorted({kind for part in leaves(load.optimizer) for kind in changed_moments(part)})
     what = f"{', '.join(kinds)} in the optimizer of rank {rank()} have changed since they were loaded"
     return [FingerprintMismatch.fault(load.where, what, mend=CHANGED)] if kinds else []
+
+
+def _foreign_masters(load: Load, arguments: Namespace) -> list[Fault]:
+    """A fault where Megatron has loaded masters that are not those of the weights on this rank.
+
+    Flat buffers, and the numbered states of format `torch`, have no names: if the saved run trained other parameters of
+    the same sizes, Megatron gives each the states of another. Weights of fp8 are no casts.
+    """
+    if not load.unread or any(getattr(arguments, name, None) for name in ("fp8", "fp4")):
+        return []
+    from megatron.core.utils import unwrap_model
+
+    models = cast("list[torch.nn.Module]", unwrap_model(load.models))
+    names = {id(param): name for model in models for name, param in model.named_parameters()}
+    other = [
+        names.get(id(param), "") for part in leaves(load.optimizer) if is_loaded(part) for param in other_masters(part)
+    ]
+    what = f"the masters of {len(other)} parameters of rank {rank()} are not those of its weights"
+    return [ModelMismatch.fault(load.where, what, found=", ".join(other[:8]), mend=STATES)] if other else []
 
 
 _BY_NAME = ("GLOBAL", "LOCAL")

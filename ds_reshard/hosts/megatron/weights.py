@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import PurePath
@@ -12,7 +13,7 @@ from ds_reshard.errors import ConfigError, Fault, ModelMismatch, raise_faults
 from ds_reshard.formats.megatron.flat_states import bucket_numels
 from ds_reshard.formats.megatron.torch_dist import is_state, saved_tensors
 from ds_reshard.formats.megatron.torch_format import FLAT_FILE
-from ds_reshard.hosts.megatron.direct import MODEL, STATES
+from ds_reshard.hosts.megatron.direct import MODEL, STATES, named_alike
 from ds_reshard.hosts.megatron.live import Load
 from ds_reshard.hosts.megatron.topology import Saved, missing_file, renumbered
 from ds_reshard.operations.matching import OTHER_SHAPE, TENSORS, TRAINED, match_tensors
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 
+_BY_NAME = re.compile(r"(?:chained_\d+\.)*optimizer\.state\.")
 _LOG = f"{MODEL}, or add --dist-ckpt-strictness log_all to keep its initial value"
 
 
@@ -45,6 +47,8 @@ def other_tensors(load: Load, asked: Mapping[object, object], strictness: str) -
         [{key: None for key in keys if is_state(key) is state} for keys in (own, there)] for state in (False, True)
     )
     faults = match_tensors(*weights, mend=MODEL) if told else []
+    by_name = any(map(_BY_NAME.match, there))
+    faults = named_alike(faults, weights[0], weights[1], load.where, by_name=by_name)
     lost = match_tensors(*of_states, words=TRAINED, mend=STATES) if states else []
     return warn_of(load, faults + lost, strictness, weights[0]) if load.policy.finetune else faults or lost
 
@@ -59,7 +63,7 @@ def warn_of(load: Load, faults: list[Fault], strictness: str, run: Collection[st
     passed = strictness.startswith("log_") or strictness == "ignore_all"
     warned = [one for one in faults if passed or one.what in (TENSORS[1], TRAINED[1])]
     load.warnings += ["; ".join(f"{one.where}: {one.what}" for one in warned)] if warned else []
-    return [replace(one, mend=_LOG) for one in faults if one not in warned]
+    return [replace(one, mend=_LOG) if one.mend == MODEL else one for one in faults if one not in warned]
 
 
 def _keys(asked: Mapping[object, object]) -> set[str]:
@@ -95,6 +99,7 @@ def other_weights(load: Load, state: Mapping[str, object]) -> list[Fault]:
         known = own | buffers
         kept = {name: one.shape for name, one in told.items() if name in own or name not in known}
         faults = match_tensors({name: one.shape for name, one in own.items()}, kept, mend=MODEL)
+        faults = named_alike(faults, own, kept, load.where, by_name=False)
         shapes += [fault for fault in faults if fault.what == OTHER_SHAPE]
         names += [fault for fault in faults if fault.what != OTHER_SHAPE]
     if names and load.policy.finetune and load.found is not None:

@@ -12,11 +12,12 @@ from small_gpt import ended
 VOCABULARY = 99
 
 
-def load(arguments: str, hooks: bool = True, frozen: str = "") -> dict[str, Any]:
+def load(arguments: str, hooks: bool = True, frozen: str = "", extra: str = "") -> dict[str, Any]:
     """Set up with `--load`: what of weights, masters and moments differs from what was saved, and the counters."""
     import ds_reshard
 
     freeze(frozen)
+    extend(extra)
     if hooks:
         ds_reshard.install("megatron")
     models, optimizer, scheduler = _setup(arguments)
@@ -33,6 +34,7 @@ def load(arguments: str, hooks: bool = True, frozen: str = "") -> dict[str, Any]
         "samples": args.consumed_train_samples,
         "position": scheduler.num_steps,
         "steps": sorted(_steps(optimizer)),
+        "extra": [one.tolist() for model in models for name, one in model.state_dict().items() if name.endswith(EXTRA)],
         "report": report.to_json() if report is not None else None,
     }
 
@@ -139,18 +141,22 @@ def _steps(optimizer: Any) -> set[Any]:
     found = set[Any]()
     for one in optimizer.chained_optimizers:
         if isinstance(one.optimizer, torch.optim.AdamW):
-            found |= {float(state["step"]) for state in one.optimizer.state.values()}
+            found |= {float(state.get("step", 0)) for state in one.optimizer.state.values()}
         else:
             assert not any("step" in state for state in one.optimizer.state.values())
             found |= {group.get("step", 0) for group in one.optimizer.param_groups if group["params"]}
     return found
 
 
-def save(arguments: str, saves: list[dict[str, Any]], frozen: str) -> dict[str, Any]:
-    """Save a run in which parameters of this name are frozen."""
+def save(
+    arguments: str, saves: list[dict[str, Any]], frozen: str = "", extra: str = "", around: str = ""
+) -> dict[str, Any]:
+    """Save a run in which parameters of this name are frozen, with a tensor more, or inside another module."""
     import format_jobs
 
     freeze(frozen)
+    extend(extra, 2.0)
+    wrap(around)
     return format_jobs.save(arguments, saves)
 
 
@@ -188,8 +194,54 @@ def freeze(name: str) -> None:
     small_gpt._model = frozen
 
 
+EXTRA = "mlp.extra_scale"
+
+
+def extend(kind: str, value: float = 0.5) -> None:
+    """The first MLP has a tensor more, of which its `sharded_state_dict` says nothing: a parameter, or a buffer."""
+    import small_gpt
+
+    made = small_gpt._model
+    if not kind:
+        return
+
+    def extended(*args: Any, **more: Any) -> Any:
+        model = made(*args, **more)
+        first = next(module for name, module in model.named_modules() if name.endswith("mlp"))
+        held = torch.full((4,), value)
+        if kind == "buffer":
+            first.register_buffer("extra_scale", held)
+        else:
+            first.extra_scale = torch.nn.Parameter(held, requires_grad=kind == "trained")
+        return model
+
+    small_gpt._model = extended
+
+
+def wrap(name: str) -> None:
+    """The model is inside another module, by this name."""
+    import format_jobs
+    import small_gpt
+
+    made = small_gpt._model
+    if not name:
+        return
+
+    def wrapped(*args: Any, **more: Any) -> Any:
+        from megatron.core.transformer.module import MegatronModule
+
+        inner = made(*args, **more)
+        outer = MegatronModule(inner.config)
+        setattr(outer, name, inner)
+        outer.set_input_tensor = inner.set_input_tensor
+        return outer
+
+    small_gpt._model = wrapped
+    format_jobs.value = lambda key, *where: value(key.removeprefix(f"{name}."), *where)  # as of the model inside
+
+
 def refused(
-    arguments: str, own: list[str] | None = None, nodes: list[str] | None = None, frozen: str = ""
+    arguments: str, own: list[str] | None = None, nodes: list[str] | None = None, frozen: str = "", extra: str = ""
 ) -> dict[str, Any]:
     """The same, expected to be refused: the error, and what it had changed by then.
 
@@ -198,11 +250,44 @@ def refused(
     import ds_reshard
 
     freeze(frozen)
+    extend(extra)
     number = int(os.environ["RANK"])
     if nodes is not None:
         os.chdir(nodes[number])
     ds_reshard.install("megatron")
     return ended(lambda: _setup(f"{arguments} {own[number] if own is not None else ''}"))
+
+
+def tried(arguments: str, frozen: str = "", adam: bool = False, settings: str = "") -> dict[str, Any]:
+    """A load as `load` makes it, or the faults of its refusal; `settings` are those of the environment.
+
+    `adam` is whether the run steps by torch's own.
+    """
+    import ds_reshard
+    from ds_reshard.errors import ReshardError
+    from ds_reshard.hosts.fsdp.settings import ask_settings
+
+    if adam:
+        import torch_adam
+
+        torch_adam._fall_back()
+    ds_reshard.install("megatron")
+    if settings:
+        ask_settings(settings, place="DS_RESHARD_SETTINGS")
+    try:
+        return {"refused": None, "faults": (), **load(arguments, frozen=frozen)}
+    except ReshardError as error:
+        return {"refused": type(error).__name__, "faults": [(one.where, one.what, one.mend) for one in error.faults]}
+
+
+def stranger(path: str) -> dict[str, Any]:
+    """Save a file of format `torch` again, with classes in it that no allow-list knows."""
+    from unlisted_class import Stranger
+
+    held = torch.load(path, weights_only=False)
+    held["args"].own = [Stranger(1)]
+    torch.save(held, path)
+    return {}
 
 
 def spoiled(arguments: str, spoil: str) -> dict[str, Any]:

@@ -1,4 +1,7 @@
-"""What an error on a checkpoint of Megatron-LM gives to mend it, a command or flags, is tried, and mends it."""
+"""What errors on a checkpoint of Megatron-LM give to mend it, commands or flags, are tried one after the other.
+
+Lines of a load in a run are followed by `test_megatron_mending_chains.py`.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +57,23 @@ def _renamed(saved: Saved, at: Path) -> Places:
     return {"source": str(at / "dcp"), "map.json": str(at / "map.json")}
 
 
+def _renamed_without(saved: Saved, at: Path) -> Places:
+    """A folder of DeepSpeed under other names, that tells nothing of a run of Megatron-LM."""
+    places = _renamed(saved, at)
+    source = saved(FOUR, "buckets")
+    tools.convert(str(source), str(at / "zero2"), to="zero2", dp=2, names=str(at / "there"))
+    for path in (at / "zero2").rglob("*_model_states.pt"):
+        held = torch.load(path, weights_only=False)
+        del held["args"]
+        torch.save(held, path)
+    return {**places, "source": str(at / "zero2"), "DIR": str(source)}
+
+
 TO, TORCH = "convert {source} {out} --to ", "convert {source} {out} --to megatron-torch "
 LR = f"lr {{source}} -- {RUN}"
-ROWS: dict[str, tuple[Callable[[Saved, Path], Places], str, str]] = {
-    # the checkpoint, the command that is refused, and where in what it says the line is that mends it
+ROWS: dict[str, tuple[Callable[[Saved, Path], Places], str, str | tuple[str, ...]]] = {
+    # the checkpoint, the command that is refused, and where in what it says the line is that mends it; of a chain, in
+    # each error after the other
     "rows of a vocabulary": (_of(FOUR, DIR="gated pp2 vp2"), TORCH + "--tp 1", "(--like DIR)"),
     "rows of a vocabulary, any tp": (_of(FOUR), TORCH + "--tp 1", "(--to megatron without --tp and --pp)"),
     "heads": (_of(FOUR, **{"--tp": "--tp=2"}), TORCH + "--tp 4", "another (--tp)"),
@@ -72,23 +88,42 @@ ROWS: dict[str, tuple[Callable[[Saved, Path], Places], str, str]] = {
     "rates without a batch": (_of(FOUR, "torch", N="4"), LR, "add (--global-batch-size N)"),
     "rates without an end": (_of(FOUR, "torch", N="5"), LR, "add (--train-iters N)"),
     "rates without a rate": (_of(FOUR, "torch", RATE="3e-4"), LR, "add (--lr RATE)"),
+    "no arguments, of a renamed folder": (_renamed_without, TO + "megatron", ("(--like DIR)", "(--names map.json)")),
+    "no experts, and rows of a vocabulary": (
+        _of(FOUR, DIR="gated pp2 vp2"),
+        TORCH + "--ep 2 --tp 1",
+        ("(leave out --ep)", "(--like DIR)"),
+    ),
+    "heads, and rows of a vocabulary": (
+        _of(FOUR, **{"--tp": "--tp=1", "DIR": "gated pp2 vp2"}),
+        TORCH + "--tp 4",
+        ("another (--tp)", "(--like DIR)"),
+    ),
+    "rates without a batch, of another iteration": (
+        _of(FOUR, "torch", N="4"),
+        LR.replace("--", "--tag 99 --", 1),
+        ("add (--global-batch-size N)", "(--tag iter_0000005)"),
+    ),
 }
 
 
 @pytest.mark.parametrize("case", ROWS)
 def test_the_line_mends_it(saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str) -> None:
-    """It is taken out of the error: the command that was refused, changed as the line says, ends well."""
-    made, faulty, pattern = ROWS[case]
+    """It is taken out of the error: the command that was refused, changed as each line in turn says, ends well."""
+    made, faulty, asked = ROWS[case]
+    patterns = (asked,) if isinstance(asked, str) else asked
     places = {**made(saved, tmp_path), "out": str(tmp_path / "out"), "OUT": str(tmp_path / "out")}
     words = [word.format(**places) for word in faulty.split()]
-    if wanting := re.search(r"add \((--[a-z-]+)", pattern):
+    for wanting in filter(None, (re.search(r"add \((--[a-z-]+)", pattern) for pattern in patterns)):
         at = words.index(wanting[1])
         del words[at : at + 2]
-    assert main(words) == 2
-    told = " ".join(capsys.readouterr().err.split())
-    found = re.search(pattern, told)
-    assert found is not None, told
-    assert main(amended(words, found[1], places)) == 0, capsys.readouterr().err
+    for pattern in patterns:
+        assert main(words) == 2
+        told = " ".join(capsys.readouterr().err.split())
+        found = re.search(pattern, told)
+        assert found is not None, told
+        words = amended(words, found[1], places)
+    assert main(words) == 0, capsys.readouterr().err
     assert not (tmp_path / "out").exists() or main(["verify", places["out"]]) == 0
 
 
@@ -119,8 +154,9 @@ def test_what_is_saved_again_as_the_line_says_is_read(
 
 G = f"--bf16 --use-distributed-optimizer {GATED}"
 OVERRIDE = "--override-opt-param-scheduler"
-FLAGGED = [
-    # the flags of the coming run, where in the first fault the line is that mends it, and what of it is given and how
+FLAGGED: list[tuple[str, Any, Any]] = [
+    # the flags of the coming run, where in the first fault the line is that mends it, and what of it is given and how;
+    # of a chain, in each verdict after the other
     ("--lr 1e-3", f"add ({OVERRIDE}) for this run's", "{0}"),
     ("--lr 1e-3", "or (--use-checkpoint-opt-param-scheduler) for the checkpoint's", "{0}"),
     ("--decoupled-lr 1e-3 --decoupled-min-lr 1e-4", "or (--no-load-optim)", "{0}"),
@@ -139,6 +175,12 @@ FLAGGED = [
         "{1} without {0}",
     ),
     ("--ckpt-step 7", "(--ckpt-step 5)", "{0}"),
+    (
+        "--ckpt-step 7 --lr 1e-3 --no-load-optim --load-masters-only",
+        ("(leave out) one of (--[a-z-]+) and", "(--ckpt-step 5)", f"add ({OVERRIDE}) for this run's"),
+        ("{0} {1}", "{0}", "{0}"),
+    ),
+    ("--ckpt-step 0 --lr 1e-3", ("(leave) it (out), or give", f"add ({OVERRIDE})"), ("{0} {1} --ckpt-step", "{0}")),
 ]
 
 
@@ -147,10 +189,13 @@ FLAGGED = [
 def test_the_flags_of_the_line_mend_a_load(saved: Saved, releases: Any, flags: str, pattern: str, line: str) -> None:
     """Preflight, which agrees with the load, says no, and then yes with them."""
     asked = {"folder": str(saved(FOUR, "buckets")), "world": 1}
-    (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=G + flags, **asked)
-    assert not said["loads"]
-    found = re.search(pattern, "{where}: {what}; {mend}".format(**said["faults"][0]))
-    assert found is not None, said["faults"]
-    mended = " ".join(amended([*G.split(), *flags.split()], line.format(*found.groups()), {}))
-    (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=mended, **asked)
+    words = [*G.split(), *flags.split()]
+    chain = zip(pattern, line, strict=True) if isinstance(pattern, tuple) else [(pattern, line)]
+    for one, how in chain:
+        (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=" ".join(words), **asked)
+        assert not said["loads"]
+        found = re.search(one, "{where}: {what}; {mend}".format(**said["faults"][0]))
+        assert found is not None, said["faults"]
+        words = amended(words, how.format(*found.groups()), {})
+    (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=" ".join(words), **asked)
     assert said["loads"], said["verdict"]

@@ -10,6 +10,7 @@ from format_jobs import ITERATION
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, FLAGS, GATED, PP
 
 import ds_reshard.operations as tools
+from ds_reshard.errors import UnsupportedLayout
 
 pytestmark = pytest.mark.slow
 RELEASE = "0.19.2"
@@ -186,3 +187,83 @@ def test_flat_states_of_parameters_that_one_run_alone_trains(releases: Any, form
     )
     assert [one["wrong"] for one in again] == [[], []]
     assert {fault.error for fault in tools.verify(str(folders["linear_fc2"])).faults} <= {"UnsupportedLayout"}
+
+
+FP16 = "--fp16 --initial-loss-scale 4096 "
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "form"),
+    [
+        (DISTRIBUTED, "buckets"),
+        (DISTRIBUTED, "torch"),
+        ("--bf16 ", "torch"),
+        (FP16, "torch"),
+        (f"{FP16}--use-distributed-optimizer ", "buckets"),
+    ],
+)
+def test_states_of_as_many_other_parameters(releases: Any, optimizer: str, form: str, tmp_path: Path) -> None:
+    """One layer was frozen, and now another is: without names Megatron gives each parameter the states of another.
+
+    An error on every rank, when weights have changed; with the layer that was frozen, and without states, it goes well.
+    """
+    run, release = f"{optimizer}{GATED}{PP}--ckpt-format {FLAGS[form]['ckpt_format']} ", releases[RELEASE]
+    job = {"saves": [{"save": str(tmp_path), **FLAGS[form]}], "frozen": "layers.0."}
+    release.run("load_jobs:save", ranks=2, arguments=run, **job)
+    load = f"{run}--load {tmp_path} "
+    told = release.run("load_jobs:refused", ranks=2, arguments=load, frozen="layers.1.")
+    assert {one["refused"] for one in told} == {"ModelMismatch"} and told[0]["message"] == told[1]["message"]
+    assert "end this process" in told[0]["message"] and "are not those of its weights" in told[0]["message"]
+    assert "decoder.layers.0." in told[0]["message"]
+    for frozen, more in (("layers.0.", ""), ("layers.1.", "--no-load-optim")):
+        mended = release.run("load_jobs:load", ranks=2, arguments=f"{load}{more}", frozen=frozen)
+        assert not [text for one in mended for text in one["wrong"] if not more or text.startswith("weight")]
+
+
+def test_numbers_of_an_fp32_optimizer_of_which_some_were_frozen(releases: Any, tmp_path: Path) -> None:
+    """No master proves whose states are whose: the report says how they are dealt out."""
+    job = {"saves": [{"save": str(tmp_path), **FLAGS["torch"]}], "frozen": "layers.0."}
+    releases[RELEASE].run("load_jobs:save", arguments=GATED, **job)
+    for frozen in ("layers.0.", "layers.1."):
+        told = _one(releases, "load", f"{GATED}--ckpt-format torch --load {tmp_path}", frozen=frozen)
+        assert [one for one in told["report"]["warnings"] if "no file tells which parameters were frozen" in one]
+        assert bool(told["wrong"]) is (frozen == "layers.1.")
+
+
+EXTRA = "decoder.layers.0.mlp.extra_scale"
+
+
+def test_a_tensor_that_torch_dist_has_no_place_for(releases: Any, gated: Path, tmp_path: Path) -> None:
+    """Its module's `sharded_state_dict` does not tell it: in each run it is as it was built, which the report says.
+
+    Of one that is trained Megatron's own error would be a ValueError. Format `torch` has it, and Megatron loads it.
+    """
+    load = f"{DISTRIBUTED}{GATED}--load {gated / 'model_space'} "
+    told = _one(releases, "refused", load, extra="trained")
+    assert (told["refused"], told["where"], told["changed"]) == ("ModelMismatch", [EXTRA], [])
+    assert "or freeze it (requires_grad), or add --no-load-optim" in told["message"]
+    for more, extra in (("", "frozen"), ("", "buffer"), ("--finetune", "frozen")):
+        told = _one(releases, "load", load + more, extra=extra)
+        assert [one for one in told["report"]["warnings"] if one.startswith(EXTRA) and "keeps its initial value" in one]
+        assert not [text for text in told["wrong"] if text.startswith("weight")]
+    run = f"{DISTRIBUTED}{GATED}--ckpt-format torch "
+    for name, extra in (("with", "frozen"), ("without", "")):
+        job = {"saves": [{"save": str(tmp_path / name), **FLAGS["torch"]}], "extra": extra}
+        releases[RELEASE].run("load_jobs:save", arguments=run, **job)
+    for more in ("", "--no-load-optim"):
+        told = _one(releases, "load", f"{run}--load {tmp_path / 'with'} {more}", extra="frozen")
+        assert told["extra"] == [[2.0] * 4] and (more or told["wrong"] == [])
+        told = _one(releases, "refused", f"{run}--load {tmp_path / 'without'} {more}", extra="frozen")
+        assert (told["refused"], told["where"], told["changed"]) == ("ModelMismatch", [EXTRA], [])
+
+
+def test_names_that_no_layer_has_lie_in_no_flat_buffer(releases: Any, tmp_path: Path) -> None:
+    """Of a module around: no folder of format `torch` is made of them; the line makes one of `torch_dist`."""
+    job = {"saves": [{"save": str(tmp_path / "saved"), **FLAGS["model_space"]}], "around": "language_model"}
+    releases[RELEASE].run("load_jobs:save", arguments=DISTRIBUTED + GATED, **job)
+    with pytest.raises(
+        UnsupportedLayout, match=r"no layer of this kind is\n(.*\n)*.*--to megatron without --tp and --pp"
+    ):
+        tools.convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="megatron-torch")
+    made = tools.convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="megatron").out
+    assert tools.verify(made).faults == ()

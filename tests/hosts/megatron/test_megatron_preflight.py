@@ -115,6 +115,29 @@ def test_good_pairs(saved: Saved, releases: Any, name: str, form: str, arguments
         assert row == rows[row["name"]]
 
 
+FP16 = f"--fp16 --initial-loss-scale 4096 --use-distributed-optimizer {GATED}"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "end"),
+    [
+        (FP16, 1, "Megatron-LM"),
+        (FP16 + TP, 2, "UnsupportedLayout"),
+        (f"{FP16}--no-load-optim ", 1, "ds_reshard"),
+        (f"{FP16}--no-load-optim --load-main-params-from-ckpt ", 1, "Megatron-LM"),
+    ],
+)
+def test_options_under_which_nothing_is_filled_here(
+    releases: Any, tmp_path: Path, arguments: str, world: int, end: str
+) -> None:
+    """Of fp16: Megatron loads it, or nobody does; preflight says which."""
+    saves = [{"save": str(tmp_path), "ckpt_format": "torch_dist"}]
+    releases[RELEASE].run("format_jobs:save", arguments=FP16, saves=saves)
+    said, real = _both(releases, tmp_path, arguments, world)
+    assert (said["loader"] if said["loads"] else said["faults"][0]["error"]) == end, said["verdict"]
+    assert (real["refused"] or real["loader"]) == end
+
+
 UNFORESEEN = {
     "--micro-batch-size 2": ("--global-batch-size 4", ""),
     "--use-mup --mup-base-hidden-size 8": ("", "--use-mup: the rates of hidden matrices follow from the model's width"),
