@@ -29,7 +29,7 @@ from ds_reshard.errors import ReshardError, is_short, raise_faults, without_secr
 from ds_reshard.hosts import installed
 from ds_reshard.hosts.accelerate.diagnostic import diagnose
 from ds_reshard.model.rules import use_rules
-from ds_reshard.operations import coming_run, fingerprint, inspect, read_config, read_rules
+from ds_reshard.operations import coming_run, fingerprint, inspect, names, read_config, read_rules
 
 OK, FINDING, UNUSABLE = 0, 1, 2
 
@@ -137,6 +137,13 @@ def _inspect(arguments: argparse.Namespace) -> int:
     return FINDING if inspection.faults else OK
 
 
+def _names(arguments: argparse.Namespace) -> int:
+    """Status 1 if no map fits."""
+    found = names(arguments.checkpoint, tag=arguments.tag, names=arguments.names)
+    show(arguments, found.to_json, lambda console: render.render_naming(found, console))
+    return OK if any(not one.faults for one in found.maps) else FINDING
+
+
 def _fingerprint(arguments: argparse.Namespace) -> int:
     with bar("read") as progress:
         found = fingerprint(arguments.checkpoint, tag=arguments.tag, reading=reading(arguments), progress=progress)
@@ -187,6 +194,13 @@ COMMANDS = (
         "checkpoints",
         "checkpoint --tag --rules --trust",
         {"--all": switch("list every parameter and file")},
+    ),
+    Command(
+        "names",
+        _names,
+        "which map of names fits a checkpoint, or why one does not",
+        "checkpoints --names llama-megatron",
+        "checkpoint --tag --names --trust",
     ),
     Command(
         "fingerprint",

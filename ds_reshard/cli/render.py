@@ -19,7 +19,15 @@ from rich.text import Text
 from ds_reshard.cli.launch import launched, sharing
 from ds_reshard.errors import Fault, mends_of
 from ds_reshard.hooks import HookStatus
-from ds_reshard.model.reports import FileEntry, Fingerprinted, GroupEntry, Inspection, ParameterEntry, pickle_line
+from ds_reshard.model.reports import (
+    FileEntry,
+    Fingerprinted,
+    GroupEntry,
+    Inspection,
+    Naming,
+    ParameterEntry,
+    pickle_line,
+)
 from ds_reshard.operations import Progress as Told
 
 
@@ -164,6 +172,24 @@ def render_fingerprints(found: Fingerprinted, console: Console) -> None:
     for note in found.notes:
         line(console, note, "dim")
     render_faults(found.faults, console)
+
+
+def render_naming(found: Naming, console: Console) -> None:
+    """One line a map that fits, then the faults of the others: of one that was named all, else how many."""
+    for one in found.maps:
+        if one.faults:
+            continue
+        (here, there), (before, after) = one.sides, one.weights
+        line(console, f"{one.name}: fits; {before} weights of {here} are {after} of {there}. {one.about}")
+    for one in (one for one in found.maps if one.faults):
+        if len(found.maps) == 1:
+            line(console, f"{printable(one.name)}: does not fit")
+            render_faults(one.faults, console)
+            continue
+        line(console, f"{one.name}: does not fit: {printable(one.faults[0].line())}", "dim")
+    if found.skeleton:
+        line(console, "No map fits. A map of your own begins like this; see docs/maps.md:")
+        line(console, found.skeleton)
 
 
 def render_faults(faults: Sequence[Fault], console: Console) -> None:

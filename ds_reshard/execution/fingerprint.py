@@ -490,7 +490,7 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
         whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
         key, buffer = keys[member.key], buffers[member.buffer]
         for part, piece in source.pieces(origin, wanted):
-            extent = source.open(origin.family, piece.shard).get(origin.buffer)
+            extent = source.open(part.family, piece.shard).get(part.buffer)
             if extent is None:
                 continue
             itemsize = extent.dtype.itemsize

@@ -152,7 +152,7 @@ class Content:
     for writers of its own format, which keep more. `objects` are the values that are neither tensors nor the
     optimizer's: counters, a scheduler's state, and values of the framework or script. `schedule` is the scheduler if it
     is a LambdaLR. `batch_size` is the global one. `faults` are reasons why no run can go on from here; `notes` tell the
-    user what differs from the files or is left out.
+    user what differs from the files or is left out, `shape_notes` are those that hold until a map changes shapes.
     """
 
     folder: str
@@ -168,13 +168,15 @@ class Content:
     batch_size: int | None = None
     faults: tuple[Fault, ...] = ()
     notes: tuple[str, ...] = ()
+    shape_notes: frozenset[str] = frozenset()
     native_source: object = None
 
     @property
     def tag(self) -> str:
-        """The folder's name; where that is the step alone, as in nanotron, the name that DeepSpeed gives a step."""
-        name = os.path.basename(os.path.abspath(self.folder))
-        return f"global_step{name}" if name == str(self.steps) else name
+        """The folder's name; for a step of nanotron or Megatron-LM, the name that DeepSpeed gives a step."""
+        name, steps = os.path.basename(os.path.abspath(self.folder)), self.steps
+        is_step = steps is not None and name in (str(steps), f"iter_{steps:07d}")
+        return f"global_step{steps}" if is_step else name
 
     @cached_property
     def weights(self) -> dict[str, TensorSource]:

@@ -135,8 +135,8 @@ class Index:
             for piece in part.cut.pieces(start, stop):
                 yield part, piece
 
-    def runs(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent, Run]]:
-        """Yield the runs of elements of `wanted`, each with its shard and the extent of the shard's whole buffer.
+    def runs(self, key: TensorKey, wanted: Region) -> Iterator[tuple[tuple[str, int], Extent, Run]]:
+        """Yield the runs of elements of `wanted`, each with its (family, shard) and the extent of its whole buffer.
 
         A run counts elements from the beginning of `wanted` and of the buffer. Runs in faulty shards are left out.
         """
@@ -148,10 +148,11 @@ class Index:
             else:
                 runs = list(overlap(wanted, part.region(piece)))
             located += sum(run.total for run in runs)
-            extent = self.extent(placement, piece.shard) if runs else None
+            extent = self.extent(part, piece.shard) if runs else None
             if extent is not None:
                 for run in runs:
-                    yield piece.shard, extent, run._replace(second_offset=run.second_offset + piece.element_offset)
+                    offset = run.second_offset + piece.element_offset
+                    yield (part.family, piece.shard), extent, run._replace(second_offset=offset)
         if located != wanted.numel:
             self._uncovered(placement, f"{located} of {wanted.numel} wanted elements")
 

@@ -105,8 +105,9 @@ class Placement(NamedTuple):
     a flat buffer that each shard of the family has; `box` is the part of the tensor that this family
     holds. `replicated` means that every shard holds the whole box (its pieces are then those of shard 0).
 
-    A tensor that lies in several boxes (tensor parallelism) has them as `tiles`: placements of the same tensor in the
-    same buffer, which together cover it. `box` is then the whole tensor, and `cut` is not used.
+    A tensor that lies in several boxes (tensor parallelism, or a map that joins tensors) has them as `tiles`:
+    placements of the same tensor, each in a buffer of its family, which together cover it. `box` is then the whole
+    tensor, and `cut` is not used; `family` and `buffer` are those of the first tile.
 
     `replicas` of a saved tensor are only read to be compared with it; no plan reads them.
     """
@@ -234,12 +235,13 @@ class Layout:
         by_buffer, kinds = self._by_buffer, self._kinds
         for key, placement in self.placements.items():
             name, kind, _ = key
-            buffer_key = placement.family, placement.buffer
-            if buffer_key in by_buffer:
-                by_buffer[buffer_key] += placement.tiles or (placement,)
-            else:
-                by_buffer[buffer_key] = list(placement.tiles or (placement,))
-                self._buffers.setdefault(placement.family, []).append(placement.buffer)
+            for part in placement.tiles or (placement,):
+                buffer_key = part.family, part.buffer
+                if buffer_key in by_buffer:
+                    by_buffer[buffer_key].append(part)
+                else:
+                    by_buffer[buffer_key] = [part]
+                    self._buffers.setdefault(part.family, []).append(part.buffer)
             if name in kinds:
                 kinds[name].append(kind)
             else:

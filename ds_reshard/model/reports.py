@@ -54,6 +54,33 @@ def states_of(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MapEntry:
+    """A map of names, and what it makes of a checkpoint: `weights` are their numbers on each of its `sides`.
+
+    The first side is that of the checkpoint. `faults` are all reasons why the map does not fit.
+    """
+
+    name: str
+    about: str
+    sides: tuple[str, str] = ("", "")
+    weights: tuple[int, int] = (0, 0)
+    faults: tuple[Fault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Naming:
+    """The answer of `names`; `skeleton` is the beginning of a map, empty if one of `maps` fits."""
+
+    folder: str
+    maps: tuple[MapEntry, ...]
+    skeleton: str
+
+    def to_json(self) -> dict[str, object]:
+        """Return the answer as JSON values."""
+        return _fields(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupEntry:
     """A param group. `numel` counts its elements, None if the checkpoint names no members."""
 

@@ -53,6 +53,8 @@ class Unit:
 class Target:
     """A checkpoint to be written; `sources` maps each tensor of the layout to the source tensor that it is read from.
 
+    `source_layout` has the places of these source tensors if a map has changed their shapes; None if the source has.
+
     `folder` is the folder of the files in the output; `pointers` are small files next to it, by name. `notes` tell the
     user what the files contain or lack. `basis` maps arguments (such as --like) to checksums of the files that they
     name, from which the target was made. `sizes` are those of the coming run, if the format depends on them.
@@ -66,6 +68,7 @@ class Target:
     notes: tuple[str, ...] = ()
     basis: Mapping[str, str] = field(default_factory=dict)
     sizes: RunSizes | None = None
+    source_layout: Layout | None = None
 
 
 WEIGHTS = ("safetensors", "torch")

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 from ds_reshard.containers.pickle_rules import PickleRules, in_force, rules_in_force
 from ds_reshard.containers.remote import fetched
 from ds_reshard.errors import ConfigError, ReshardError, UnsupportedLayout, raise_faults
-from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Verification
+from ds_reshard.model.reports import ConversionPlan, Difference, Fingerprinted, Inspection, Naming, Verification
 from ds_reshard.model.rules import Rule, parse_rules, rule_faults
 from ds_reshard.model.target import ConversionRequest
 from ds_reshard.operations.fingerprints import fingerprint
 from ds_reshard.operations.formats import ZERO, is_megatron, read_megatron_past, read_zero_past
 from ds_reshard.operations.inspection import describe
+from ds_reshard.operations.naming import naming
 from ds_reshard.operations.options import FORMATS, Conversion, Options, Progress, Reading, TargetOptions
 from ds_reshard.operations.pickles import one_line_for_all, scan_files, scan_pickles, siblings, untold
 from ds_reshard.operations.source import find_listing
@@ -35,6 +36,7 @@ __all__ = [
     "Difference",
     "Fingerprinted",
     "Inspection",
+    "Naming",
     "Options",
     "Progress",
     "Reading",
@@ -44,6 +46,7 @@ __all__ = [
     "diff",
     "fingerprint",
     "inspect",
+    "names",
     "plan",
     "read_config",
     "read_rules",
@@ -241,6 +244,15 @@ def coming_run(
     with one_line_for_all(found.folder):
         past = read_zero_past(found.listing)
     return lr_preview.coming_run(past, read, where=where, steps=steps, version=version)
+
+
+def names(path: str, *, tag: str | None = None, names: str | None = None) -> Naming:
+    """Return what a map of names, or each map that ds_reshard has, makes of a checkpoint; nothing is written.
+
+    `path` and `tag` are those of `inspect`, `names` the path or the name of a map. If no map fits, the answer has the
+    beginning of one. Raises CheckpointNotFound, and what opening damaged files raises.
+    """
+    return naming(find_listing(os.fspath(path), tag), names)
 
 
 def read_config(path: str) -> Mapping[str, object]:

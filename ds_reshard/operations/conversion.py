@@ -65,7 +65,8 @@ def convert_listing(
     source = open_weights(found) if asked.weights_only and not asked.repair else open_checkpoint(found)
     source = repaired(source) if asked.repair else source
     target = target_of(source, asked)
-    prove(source, {origin.name for origin in target.sources.values() if origin.kind != WEIGHT})
+    used = {origin.name for origin in target.sources.values() if origin.kind != WEIGHT}
+    prove(source, used if target.source_layout is None else None)
     planned, sizes = _planned(target)
     raise_faults(_unnamed(target), subject=f"converting {source.folder}")
     refuse_places(path, out, sum(sizes.values()))
@@ -309,7 +310,7 @@ class _Work:
         """Write a unit's files, and have them brought where they last, and noted."""
         archives = self._planned.pop(unit.name, None) or [archive_of(file) for file in unit.files]
         made, targets = self._files(unit, archives)
-        witness = Witness(self._source.index, self._units.wanted(unit.family), unit.shard)
+        witness = Witness(self._units.index, self._units.wanted(unit.family), unit.shard)
 
         def saw(copies: Sequence[Copy], views: Sequence[memoryview]) -> None:
             if self._stopping.is_set():

@@ -7,12 +7,16 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from itertools import groupby
+from pathlib import Path
 from typing import TypeGuard
 
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, error_of, raise_faults
 from ds_reshard.model.content import Content, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
+from ds_reshard.model.layout import Layout
+from ds_reshard.operations.shape_map import Coming, Mapped, ShapeMap, nested_faults, read_shape_map
 
 _FORM = '{"name in the source": "name in the output"}, or a list of names for a parameter that is tied there'
 _PLACE = re.compile(r"\{(\w+)(?:([+-])([0-9]+))?\}")
@@ -119,6 +123,12 @@ class NameMap:
             if any("\0" in other for other in others):
                 yield self._fault(name, "has no number there, or one below 0, in its new name", "a number", name)
 
+    def apply(self, content: Content, layout: Layout, coming: Coming) -> Mapped:
+        """Return the content under its new names; the places of its tensors stay what they are."""
+        moved = {name for name, others in self.of(content).items() if others[0] != name}
+        faults = (*self.faults(content), *nested_faults(content, moved, self.path))
+        return Mapped(self.applied(content), layout, faults)
+
     def applied(self, content: Content) -> Content:
         """The content under its new names, in the map's order; a name that is not in the map, or is taken, stays."""
         new: dict[str, str] = {}
@@ -210,25 +220,40 @@ def asked_names() -> str | None:
     return _ASKED.get("names")
 
 
-def read_name_map(given: str | Mapping[str, object]) -> NameMap:
-    """The map of a JSON file, or one that a JSON has in itself; ConfigError, with every reason, where it is none."""
+def read_name_map(given: str | Mapping[str, object]) -> NameMap | ShapeMap:
+    """The map of a JSON file, one of `shipped_maps()`, or one that a JSON has in itself.
+
+    Raises ConfigError with every reason if it is none.
+    """
     if isinstance(given, Mapping):
         return _name_map('"names"', _Pairs(given.items()))
-    path = given
+    shipped = files("ds_reshard") / "maps" / f"{given}.json"
+    is_shipped = given in shipped_maps()
     try:
-        with open(path, encoding="utf-8") as file:
-            pairs = json.load(file, object_pairs_hook=_Pairs)
+        text = shipped.read_text("utf-8") if is_shipped else Path(given).read_text("utf-8")
+        pairs = json.loads(text, object_pairs_hook=_Pairs)
     except OSError as error:
-        raise error_of([_unreadable(path, f"cannot be read: {error.strerror}")], subject="--names") from error
+        raise error_of([_unreadable(given, f"cannot be read: {error.strerror}")], subject="--names") from error
     except (ValueError, RecursionError) as error:
-        raise error_of([_unreadable(path, f"is not JSON: {error}")], subject="--names") from error
+        raise error_of([_unreadable(given, f"is not JSON: {error}")], subject="--names") from error
     if not isinstance(pairs, _Pairs):
-        raise error_of([_unreadable(path, "holds no object")], subject="--names")
-    return _name_map(path, pairs)
+        raise error_of([_unreadable(given, "holds no object")], subject="--names")
+    return _name_map(given, pairs)
 
 
-def _name_map(path: str, pairs: _Pairs) -> NameMap:
-    faults, names = [], {}
+def shipped_maps() -> tuple[str, ...]:
+    """Return the names of the maps that ds_reshard has, between the models of frameworks."""
+    held = (files("ds_reshard") / "maps").iterdir()
+    return tuple(sorted(one.name.removesuffix(".json") for one in held if one.name.endswith(".json")))
+
+
+def _name_map(path: str, pairs: _Pairs) -> NameMap | ShapeMap:
+    faults, names = list[Fault](), dict[str, tuple[str, ...]]()
+    if {"sides", "map"} & {name for name, _ in pairs}:
+        held = _as_dict(pairs, path, faults)
+        raise_faults(faults, subject="--names")
+        assert isinstance(held, dict)
+        return _with_numbers(path, held) if "map" in held else read_shape_map(path, held)
     for name, value in pairs:
         others: object = [value] if isinstance(value, str) else value
         if name in names:
@@ -244,8 +269,34 @@ def _name_map(path: str, pairs: _Pairs) -> NameMap:
     return NameMap(path=path, names=names, digest=digest)
 
 
+def _with_numbers(path: str, held: Mapping[str, object]) -> ShapeMap:
+    """Return the map that another names, with numbers of the model that no file tells."""
+    base, numbers = held["map"], held.get("numbers", {})
+    if not isinstance(base, str) or held.keys() - {"map", "numbers"} or not isinstance(numbers, dict):
+        raise error_of([_unreadable(path, 'has more than {"map": NAME, "numbers": {...}}')], subject="--names")
+    found = read_name_map(base)
+    if not isinstance(found, ShapeMap) or not all(type(one) is int and one >= 0 for one in numbers.values()):
+        what = f"gives numbers that are none, or a map that takes none: {base!r}"
+        raise error_of([_unreadable(path, what)], subject="--names")
+    return found.with_numbers(numbers)
+
+
 class _Pairs(list[tuple[str, object]]):
     """A JSON object with keys that may be there twice."""
+
+
+def _as_dict(value: object, path: str, faults: list[Fault]) -> object:
+    """Return a value of JSON with dicts for objects; a key that is given twice is a fault."""
+    if isinstance(value, _Pairs):
+        found = dict[str, object]()
+        for name, one in value:
+            if name in found:
+                faults.append(_unreadable(path, f"{name!r} is given twice"))
+            found[name] = _as_dict(one, path, faults)
+        return found
+    if isinstance(value, Mapping):
+        return {str(name): _as_dict(one, path, faults) for name, one in value.items()}
+    return [_as_dict(one, path, faults) for one in value] if isinstance(value, list) else value
 
 
 def _are_names(value: object) -> TypeGuard[list[str]]:

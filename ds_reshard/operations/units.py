@@ -21,6 +21,7 @@ from ds_reshard.model.target import ConversionRequest, RunSizes, Target, TargetF
 from ds_reshard.operations.formats import WRITERS
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.options import Reading, refuse, refuse_memory
+from ds_reshard.operations.shape_map import ShapeMap, coming_run
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint, open_weights
 from ds_reshard.planning.copies import Copies, Copy
 from ds_reshard.planning.plan import Match, Plan, Planner, window_nbytes
@@ -35,14 +36,18 @@ def target_of(source: Checkpoint, asked: ConversionRequest) -> Target:
         if asked.names is not None:
             raise ConfigError("--names: names stay what they are within a framework; leave it out")
         return target
-    content, names, faults = source.content(), None, []
-    if asked.names is not None:
-        names = read_name_map(asked.names)
-        faults = list(names.faults(content))
-        content = names.applied(content)
-    target = WRITERS[asked.to](content, asked, like, faults)
-    basis = {**target.basis, **({"names": names.digest} if names is not None else {})}
-    return replace(target, basis=basis)
+    content = source.content()
+    if asked.names is None:
+        return WRITERS[asked.to](content, asked, like, [])
+    names = read_name_map(asked.names)
+    mapped = names.apply(content, source.layout, coming_run(like.content() if like is not None else None))
+    target = WRITERS[asked.to](mapped.content, asked, like, mapped.faults)
+    layout = mapped.layout if mapped.layout is not source.layout else None
+    notes = (*target.notes, *([_ORDER] if isinstance(names, ShapeMap) and like is None else []))
+    return replace(target, basis={**target.basis, "names": names.digest}, source_layout=layout, notes=notes)
+
+
+_ORDER = "parameters are in the order of the map, by which DeepSpeed goes without ds_reshard: load it with ds_reshard"
 
 
 FilePlan = ArchivePlan | ArchivesPlan | PlainPlan
@@ -72,7 +77,10 @@ class Units:
         self.wants: dict[str, dict[TensorKey, TensorKey]] = {family: {} for family in target.layout.shards}
         for key, origin in target.sources.items():
             self.wants[target.layout[key].family][key] = origin
-        self._planners = {family: Planner(source.index, target.layout, wants) for family, wants in self.wants.items()}
+        self.index = source.index
+        if target.source_layout is not None:
+            self.index = source.index.with_layout(target.source_layout)
+        self._planners = {family: Planner(self.index, target.layout, wants) for family, wants in self.wants.items()}
 
     def wanted(self, family: str) -> Sequence[Match]:
         """What the units of a family want, and where the source has it."""

@@ -255,7 +255,7 @@ class _PlanBuilder:
         """Add copies piece by piece, for tensors whose boxes differ, or that lie in several boxes on one side."""
         for member, origin, region, element_offset in match.each(owned):
             for shard, extent, run in self._source.runs(origin.key, region):
-                self.touched.setdefault(extent.record, set()).add((origin.family, shard))
+                self.touched.setdefault(extent.record, set()).add(shard)
                 self._others.append(_copy(extent, run, member.buffer, element_offset, member.dtype))
 
     def copies(self) -> Copies:

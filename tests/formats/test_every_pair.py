@@ -6,6 +6,7 @@ load (tests/hosts). Every source is converted to every target, and each target i
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -52,19 +53,64 @@ def converted(source: Path, out: Path, to: str, more: dict[str, Any]) -> Path:
     return out
 
 
+MAP: dict[str, Any] = {
+    "sides": ["nanotron", "other"],
+    "numbers": {"g": 2, "q": 2, "d": 2, "h": 6},
+    "indices": {"l": 2},
+    "same": True,
+    "entries": [
+        {"nanotron": "blocks.{l}.pp_block.qkv.weight : (g q+1+1 d) h", "other": ["{l}.q", "{l}.k", "{l}.v"]},
+        {"nanotron": ["blocks.0.pp_block.ln.weight", "norm.pp_block.weight"], "other": "norms : 6+7"},
+    ],
+}
+"""A tensor that is split and tensors that are joined, in either direction."""
+
+
+@pytest.fixture(scope="module")
+def mapped(run: Run, sources: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The run in each format but nanotron's, under the names and shapes of the map's other side."""
+    place = tmp_path_factory.mktemp("mapped")
+    (place / "map.json").write_text(json.dumps(MAP), encoding="utf-8")
+    names = {"names": str(place / "map.json")}
+    return {"map": place / "map.json", "nanotron": sources["nanotron"]} | {
+        kind: converted(sources["nanotron"], place / kind, kind, names) for kind in sources if kind != "nanotron"
+    }
+
+
 @pytest.mark.parametrize("to", WRITTEN)
 @pytest.mark.parametrize("kind", READ)
 def test_every_tensor_of_every_pair(
     kind: str, to: str, run: Run, sources: dict[str, Path], expected: dict[tuple[str, str], str], tmp_path: Path
 ) -> None:
     """Masters and moments are equal; weights too, or they are the masters, or what is cast from these."""
+    check_pair(kind, to, run, sources, expected, tmp_path)
+
+
+@pytest.mark.parametrize("to", WRITTEN)
+@pytest.mark.parametrize("kind", [kind for kind in READ if kind != "nanotron"])
+def test_every_tensor_through_a_map(
+    kind: str, to: str, run: Run, mapped: dict[str, Path], expected: dict[tuple[str, str], str], tmp_path: Path
+) -> None:
+    """There from nanotron's, and back into each format."""
+    check_pair(kind, to, run, mapped, expected, tmp_path, names=str(mapped["map"]))
+
+
+def check_pair(
+    kind: str,
+    to: str,
+    run: Run,
+    sources: dict[str, Path],
+    expected: dict[tuple[str, str], str],
+    tmp_path: Path,
+    **names: str,
+) -> None:
     whole = kind in ("dcp", "accelerate", "pytorch")  # whose weights are the masters
     if (kind == "bf16" and not run.masters) or REFUSED.get((kind, to)) == BF16 or (to == "bf16" and not run.masters):
         if kind != "bf16":
             with pytest.raises(UnsupportedLayout, match="was not trained in bf16"):
-                converted(sources[kind], tmp_path / "out", to, {})
+                converted(sources[kind], tmp_path / "out", to, names)
         return
-    like: dict[str, Any] = {}
+    like: dict[str, Any] = {**names}
     if to == "nanotron" and kind != "nanotron":
         like["like"] = str(write(again(run, seed=5), tmp_path / "like"))
     if REFUSED.get((kind, to)) == COUNTED:

@@ -103,6 +103,7 @@ COMMANDS = {
     "hooks": ["--all", "--json", "--path"],
     "inspect": ["--all", "--json", "--rules", "--tag", "--trust", "CKPT"],
     "lr": ["--config", "--json", "--png", "--steps", "--tag", "--trust", "CKPT"],
+    "names": ["--json", "--names", "--tag", "--trust", "CKPT"],
     "plan": [
         "--bandwidth",
         "--dp",

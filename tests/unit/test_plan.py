@@ -41,6 +41,7 @@ SOME = settings(max_examples=25)
 GOLDEN = Path(__file__).parent / "golden"
 FP32, BF16, INT64 = ElementType.FLOAT32, ElementType.BFLOAT16, ElementType.INT64
 KINDS = {"fp32": FP32, "exp_avg": BF16, "count": INT64}
+TYPES = {**KINDS, "weight": BF16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Checkpoint:
                 data += rng.randbytes(rng.choice([0, 0, 5]))
                 record = Record(path=path, byte_offset=begin, nbytes=len(data) - begin, crc32=crc32(data[begin:]))
                 for buffer, at in inside.items():
-                    dtype = KINDS[buffer.partition("/")[0]]
+                    dtype = TYPES[buffer.partition("/")[0]]
                     extents[buffer] = Extent(record=record, byte_offset=at, dtype=dtype, numel=sizes[buffer])
                 data += rng.randbytes(rng.randint(0, 3))
             Path(path).write_bytes(data)
@@ -119,7 +120,7 @@ class Checkpoint:
 
     @staticmethod
     def _buffer(layout, buffer, numel, shard, truth, rng):
-        size = KINDS[buffer.partition("/")[0]].itemsize
+        size = TYPES[buffer.partition("/")[0]].itemsize
         data = bytearray(rng.randbytes(numel * size))
         for placement in layout.in_buffer("f", buffer):
             piece = placement.piece(shard)

@@ -80,6 +80,7 @@ class OpenedMegatron(SavedCheckpoint):
             content,
             objects=objects,
             batch_size=batch if type(batch) is int else None,
+            shape_notes=frozenset({_ROWS_STAY}),
             faults=(*content.faults, *self._ungrouped()),
         )
 
@@ -93,7 +94,7 @@ class OpenedMegatron(SavedCheckpoint):
         odd = [name for name, value in self.state.arguments.items() if not _is_plain(value)]
         told = ["random states are left out: no other format has a place for them"]
         if any(".linear_qkv." in key.name for key in self.layout.placements):
-            told.append(f"{_ROWS}, also under other names")
+            told.append(_ROWS_STAY)
         if odd:
             told.append(f"arguments that are no plain values are left out: {', '.join(odd)}")
         if self.state.arguments.get("fp16"):
@@ -191,6 +192,7 @@ def _megatron(asked: ConversionRequest, like: Checkpoint | None) -> OpenedMegatr
 
 
 _ROWS = "the rows of linear_qkv are Megatron-LM's: of each query group its queries, its key and its value"
+_ROWS_STAY = f"{_ROWS}, also under other names"
 _NO_RANDOM = "no random states are written: those of the coming run are what its --seed makes"
 
 

@@ -340,7 +340,7 @@ def unlike(content: Content, like: NanotronCheckpoint, *, as_it_is: bool = False
         states |= {name: {kind: t.dtype for kind, t in kinds.items()} for name, kinds in stage.states.items()}
     for name in sorted(set(like.parameters) & set(weights)):
         parameter, held, kinds = like.parameters[name], weights[name], dict(trained.get(name, {}))
-        own_master = held is kinds.get(MASTER)
+        own_master = held == kinds.get(MASTER)
         if parameter.shape != held.shape:
             what = f"is of shape {list(held.shape)} in the source and {list(parameter.shape)} in --like"
             yield _mismatch(name, what, folder, f"{_SAME}: tensors are not cut or fused")

@@ -132,6 +132,13 @@ def run_of(engine: DeepSpeedEngine, features: Sequence[str] = (), rules: tuple[R
     )
 
 
+def model_numbers(module: object) -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """Return the configuration of a model of transformers, under a name for messages; of other models nothing."""
+    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+    told = to_dict() if callable(to_dict) else None
+    return (("the run's model.config", told),) if isinstance(told, Mapping) else ()
+
+
 def module_of(module: torch.nn.Module, grid: LiveGrid) -> LiveModule:
     """The tensors of a module, as parameters and as entries of its state dict; tied ones once, with all their names."""
     import torch

@@ -24,8 +24,10 @@ from ds_reshard.formats.zero.universal import is_state_file
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
 from ds_reshard.model.facts import canonical
 from ds_reshard.model.gc_pause import gc_disabled
+from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.pickles import every_untrusted, refuse_unsafe_folder, walk
 from ds_reshard.operations.ranks import rank
+from ds_reshard.operations.shape_map import Coming, ShapeMap
 from ds_reshard.operations.source import Found as Located
 from ds_reshard.operations.source import find_listing, refuse_elsewhere, refuse_unfinished
 
@@ -140,22 +142,25 @@ def look(
     optimizer: bool,
     universal: bool,
     names: str | Mapping[str, object] | None = None,
+    run: Coming = Coming(),  # noqa: B008  (immutable)
     row: TpRank = SINGLE_TP_RANK,
     later: bool = False,
     rename: Callable[[Listing], Listing] = lambda listing: listing,
 ) -> Found:
     """Rank 0: resolve the tag, list the folder, read what all shards share. Never raises.
 
-    A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the file
-    `names` says. With `later` a folder without stages and experts is listed alone: rank 0 reads its files while others
-    do.
+    A folder of another format is taken as DeepSpeed would have saved what it holds, its parameters renamed as the map
+    `names` says. So is DeepSpeed's own, if the map changes shapes and `run` does not have the names in the folder. With
+    `later` a folder without stages and experts is listed alone: rank 0 reads its files while others do.
     """
     listing, given = None, tag is not None
     folders.renew(load_dir)
     try:
-        other = None if universal else _of_another_format(load_dir, tag)
-        if other is not None:
-            foreign = read_foreign(other, optimizer=optimizer, names=names)
+        names_map = read_name_map(names) if names is not None else None
+        own = isinstance(names_map, ShapeMap)
+        other = None if universal else _of_another_format(load_dir, tag, own=own)
+        foreign = read_foreign(other, optimizer=optimizer, names=names_map, run=run) if other is not None else None
+        if other is not None and foreign is not None:
             return Found(tag=other.listing.tag, checkpoint=foreign)
         if tag is None:
             tag = latest_tag(load_dir, *tag_files(universal=universal))
@@ -277,15 +282,17 @@ def refuse_unsafe_files(load_dir: str, tag: object, *, universal: bool) -> None:
     refuse_unsafe_folder(load_dir, files, trust=rules_in_force().trusted)
 
 
-def _of_another_format(load_dir: str, tag: object) -> Located | None:
-    """What the folder holds where DeepSpeed's own files are not what is asked for."""
-    if tag is None and latest_tag(load_dir, *tag_files(universal=False)) is not None:
+def _of_another_format(load_dir: str, tag: object, *, own: bool = False) -> Located | None:
+    """Return the checkpoint in the folder if it is not DeepSpeed's, or with `own` any checkpoint."""
+    latest = latest_tag(load_dir, *tag_files(universal=False)) if tag is None else None
+    if latest == "" or (latest is not None and not own):
         return None
+    tag = latest if tag is None else tag  # a Trainer's folder has the weights too, beside the tag
     try:
         found = find_listing(load_dir, str(tag) if tag is not None else None)
     except CheckpointNotFound:
         return None
-    return None if isinstance(found.listing, Listing) else found
+    return found if own or not isinstance(found.listing, Listing) else None
 
 
 def _sizes(listing: Listing | None) -> Sizes | None:

@@ -18,8 +18,9 @@ from ds_reshard.model.content import MASTER, WEIGHT, Content
 from ds_reshard.model.index import Extent, Index
 from ds_reshard.model.layout import Layout
 from ds_reshard.model.records import TensorRecord
-from ds_reshard.operations.name_map import read_name_map
+from ds_reshard.operations.name_map import NameMap
 from ds_reshard.operations.proof import unproved
+from ds_reshard.operations.shape_map import Coming, ShapeMap
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 
 logger = logging.getLogger("ds_reshard")
@@ -53,31 +54,44 @@ class _Source(NamedTuple):
 
 
 def layout_of(content: Content, source: Layout) -> Layout:
-    """Return the layout of a content. A weight that is its own master is placed twice, in two families."""
+    """Return the layout of a content. A weight that is its own master is placed twice, in two families.
+
+    One that is saved as its master alone has no place of its own.
+    """
     placements, shards = {}, dict(source.shards)
     for key, tensor in content.tensors.items():
-        placement, family = source[tensor.origin], source[tensor.origin].family
-        if key.kind == MASTER and tensor.origin.kind == WEIGHT:
-            family = f"{_MASTER_FAMILY}{family}"
-            shards[family] = shards[placement.family]
-        tiles = tuple(tile._replace(key=key, family=family) for tile in placement.tiles)
-        placements[key] = placement._replace(key=key, family=family, tiles=tiles)
+        if key.kind == WEIGHT and tensor.origin.kind == MASTER:
+            continue
+        placement = source[tensor.origin]
+        prefix = _MASTER_FAMILY if key.kind == MASTER and tensor.origin.kind == WEIGHT else ""
+        shards |= {f"{prefix}{part.family}": shards[part.family] for part in placement.parts}
+        tiles = tuple(tile._replace(key=key, family=f"{prefix}{tile.family}") for tile in placement.tiles)
+        placements[key] = placement._replace(key=key, family=f"{prefix}{placement.family}", tiles=tiles)
     return Layout(placements, shards)
 
 
-def read_foreign(found: Found, *, optimizer: bool, names: str | Mapping[str, object] | None) -> ForeignCheckpoint:
-    """Open a folder of another format. Raises one error with every reason why no DeepSpeed run can resume from it."""
+def read_foreign(
+    found: Found, *, optimizer: bool, names: NameMap | ShapeMap | None, run: Coming
+) -> ForeignCheckpoint | None:
+    """Open a folder under the names of this run; None for DeepSpeed's own folder if it has these names already.
+
+    Raises one error with every reason why no DeepSpeed run can resume from it.
+    """
     source = open_checkpoint(found, whole=False, optimizer=optimizer)
-    content, renamed = source.content(), read_name_map(names) if names is not None else None
-    faults = list(renamed.faults(content)) if renamed is not None else []
-    content = renamed.applied(content) if renamed is not None else content
+    own, saved_names = isinstance(found.listing, Listing), {key.name for key in source.layout.placements}
+    if own and all(name in run.names for name in saved_names - source.extra_tensors.keys()):
+        return None
+    content, places, faults = source.content(), source.layout, list[Fault]()
+    if names is not None:
+        content, places, found_faults = names.apply(content, places, run)
+        faults += found_faults
     faults += [*content.faults, *optimizer_faults(content), *_resume_faults(content)] if optimizer else []
     faults += unproved(source, None if optimizer else ()) if not faults else []
     raise_faults([*source.index.faults, *faults], subject=f"loading {found.folder}")
     for note in content.notes:
         logger.warning("%s: %s", found.folder, note)
     listing = Listing(folder=content.folder, nbytes=source.files)
-    layout, facts = layout_of(content, source.layout), content.facts
+    layout, facts = layout_of(content, places), content.facts
     facts = facts and replace(facts, groups=Saving(content=content).groups)
     return ForeignCheckpoint(listing=listing, model=model_of(content), layout=layout, facts=facts, optimizer=optimizer)
 

@@ -51,6 +51,7 @@ from ds_reshard.hosts.deepspeed.engine import (
     event,
     forget_second_copies,
     live_kind,
+    model_numbers,
     refuse_use,
     restore_use,
     run_of,
@@ -87,6 +88,7 @@ from ds_reshard.model.index import Index
 from ds_reshard.operations.load import ReadinessReport, load
 from ds_reshard.operations.pickles import scan_files
 from ds_reshard.operations.ranks import Steps, gather, rank, run_on_all
+from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
 from ds_reshard.resume.report import say
@@ -186,6 +188,7 @@ class DeepSpeedLoad:
                 optimizer=self._reads_optimizer(found),
                 universal=self.universal,
                 names=self.settings.names,
+                run=Coming(run.module.names, model_numbers(getattr(self.engine, "module", None))),
                 row=run.grid.row,
                 later=True,
                 rename=partial(with_names, run=run.module.names, names=self.settings.names),

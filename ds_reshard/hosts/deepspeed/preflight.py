@@ -48,7 +48,7 @@ from ds_reshard.hosts.deepspeed.coming_grid import (
     refuse_stage,
     refuse_unpredictable,
 )
-from ds_reshard.hosts.deepspeed.engine import autotp_in
+from ds_reshard.hosts.deepspeed.engine import autotp_in, model_numbers
 from ds_reshard.hosts.deepspeed.entries import Request
 from ds_reshard.hosts.deepspeed.find_checkpoint import Found, look
 from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
@@ -64,6 +64,7 @@ from ds_reshard.operations.forecast import Forecast, RankCost, shown_files
 from ds_reshard.operations.load import loader_fault
 from ds_reshard.operations.load import prepare as agree_to_load
 from ds_reshard.operations.ranks import Steps
+from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.source import find_listing
 from ds_reshard.resume.lr_preview import HOOKS_NEEDED
 from ds_reshard.resume.policy_sources import policy_beside
@@ -222,9 +223,28 @@ class _Forecasting:
         tp_rank = TensorRow(self.coming.tp, row, rules=settings.tensor_parallel)
         folder, names = self.request.load_dir, settings.names
         with_optimizer = restrict(self.request, policy_beside(self.coming.config)).load_optimizer
-        found = look(folder, self.tag, optimizer=with_optimizer, universal=universal, names=names, row=tp_rank)
+        run = self._coming_run() if names is not None else Coming()
+        found = look(folder, self.tag, optimizer=with_optimizer, universal=universal, names=names, run=run, row=tp_rank)
         self.checkpoints[row] = found.checkpoint
+        if isinstance(found.checkpoint, ForeignCheckpoint) and names is not None and not run.names and not row:
+            self.notes.append(
+                'the map of "names" is taken to be needed: --model tells if the run has the names of the folder already'
+            )
         return found
+
+    def _coming_run(self) -> Coming:
+        """Return what the model of --model tells; nothing if it fails, which is told when it is built."""
+        import torch
+
+        if self.coming.model is None:
+            return Coming()
+        try:
+            with torch.device("meta"):
+                built = self.coming.model()
+            names = model_from_factory(built, None, autotp=autotp_in(self.config)).module.names
+            return Coming(names, model_numbers(built))
+        except (Exception, SystemExit):  # the factory is the user's code, and may raise anything
+            return Coming()
 
     def _compare_tp_ranks(self, decisions: Sequence[Decision]) -> None:
         """Raise if the shards of the tensor-parallel ranks come from several saves; all must use the same loader."""

@@ -145,7 +145,8 @@ class Renaming:
 
 def with_names(listing: Listing, run: frozenset[str], names: str | Mapping[str, object] | None) -> Listing:
     """Return the listing, whose model files are renamed when they are read if the user gave a map of names."""
-    if names is None:
+    names_map = read_name_map(names) if names is not None else None
+    if not isinstance(names_map, NameMap):
         return listing
     plain = not (listing.universal or listing.layers or listing.experts or listing.ep_optim or len(listing.columns) > 1)
-    return replace(listing, rename=Renaming(read_name_map(names), run, plain))
+    return replace(listing, rename=Renaming(names_map, run, plain))

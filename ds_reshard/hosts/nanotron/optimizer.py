@@ -343,6 +343,7 @@ def _plan(live: Live, source: Source, states: SavedStates, policy: ResumePolicy)
     import torch
 
     shards = source.checkpoint.shards()
+    index = shards.index.with_layout(source.layout)
     tensors: dict[tuple[str, str], Tensor] = {}
     copies: list[Copy] = []
     for name, held in live.held.items():
@@ -352,9 +353,7 @@ def _plan(live: Live, source: Source, states: SavedStates, policy: ResumePolicy)
             tensors[name, kind] = torch.empty(tuple(held.tensor.shape), dtype=torch_dtype(saved.dtype), device="cpu")
             for region, first in held.regions():
                 buffer = _buffer(name, kind)
-                copies += copies_of(
-                    shards.index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype
-                )
+                copies += copies_of(index, saved.origin, region, buffer=buffer, element_offset=first, dtype=saved.dtype)
     with one_line_for_all(source.folder):
         raise_faults(shards.index.faults or shards.compare(), subject=f"loading {source.folder}")
     return States(tensors, Plan(copies=coalesce(copies)))

@@ -42,7 +42,7 @@ from ds_reshard.hosts.nanotron.load import Load, config_of, current, same_policy
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.content import BASE, LAST, MASTER, SCHEDULER, WEIGHT, Content, TensorSource
 from ds_reshard.model.facts import GroupFacts, Scalar
-from ds_reshard.model.layout import TensorKey
+from ds_reshard.model.layout import Layout, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Shape
 from ds_reshard.operations.filling import fill
@@ -61,6 +61,7 @@ from ds_reshard.operations.ranks import (
     same_files,
     unseen_faults,
 )
+from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint
 from ds_reshard.operations.wrapper_names import patterns
 from ds_reshard.planning.copies import Copy, coalesce
@@ -85,14 +86,14 @@ class Source:
     format tells it, `ranks` its data-parallel ranks, `step` the iteration after which it was saved.
     """
 
-    def __init__(self, folder: str, opened: tuple[Checkpoint, Content] | None = None) -> None:
+    def __init__(self, folder: str, opened: tuple[Checkpoint, Content, Layout] | None = None) -> None:
         self.folder, self.foreign = folder, opened is not None
         self.listing, self.metadata = NanotronListing(folder=folder, nbytes={}), None
         self.batch: Batch | int | None = None
         self.ranks: int | None = None
         self.step: int | None = None
         if opened is not None:
-            self.checkpoint, self.content = opened
+            self.checkpoint, self.content, self.layout = opened
             self.batch, self.ranks, self.step = self.content.batch_size, self.content.ranks, self.content.steps
             return
         self.listing = read_listing(folder)
@@ -107,6 +108,11 @@ class Source:
     @cached_property
     def content(self) -> Content:
         return self.checkpoint.content()
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The places of the tensors that the content is read from."""
+        return self.checkpoint.layout
 
     @property
     def own(self) -> NanotronCheckpoint | None:
@@ -179,14 +185,13 @@ def _open(folder: str, policy: ResumePolicy) -> Source | None:
 
 def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True) -> Source:
     checkpoint, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
-    content = checkpoint.content()
+    content, layout = checkpoint.content(), checkpoint.layout
     faults = list(checkpoint.index.faults)
     if path is not None:
-        renamed = read_name_map(path)
-        faults += renamed.faults(content)
-        content = renamed.applied(content)
+        content, layout, found_faults = read_name_map(path).apply(content, layout, Coming())
+        faults += found_faults
     raise_faults([*faults, *unproved(checkpoint, None if masters else ())], subject=f"loading {folder}")
-    return Source(content.folder, (checkpoint, content))
+    return Source(content.folder, (checkpoint, content, layout))
 
 
 def parse_ckpt_path(call: Call) -> object:
@@ -486,6 +491,7 @@ def _plan(
     copies: list[Copy] = []
     faults, content = experts_of(context.expert_parallel_size), foreign.content
     shards, masters = foreign.checkpoint.shards(), set[str]()
+    index = shards.index.with_layout(foreign.layout)
     for name, one in weights:
         dtype = element_type(one.tensor.dtype)
         keys = [TensorKey(name=name, kind=kind) for kind in (WEIGHT, MASTER)]
@@ -498,8 +504,9 @@ def _plan(
         key = saved[kind].origin
         masters |= {key.name} if key.kind == MASTER else set()
         for region, first in one.regions():
-            copies += copies_of(shards.index, key, region, buffer=str(one.number), element_offset=first, dtype=dtype)
-    faults += unproved(foreign.checkpoint, masters) if masters else ()
+            copies += copies_of(index, key, region, buffer=str(one.number), element_offset=first, dtype=dtype)
+    as_saved = foreign.layout is foreign.checkpoint.layout  # otherwise the masters have names of the run
+    faults += unproved(foreign.checkpoint, masters if as_saved else None) if masters else ()
     return copies, [*faults, *shards.index.faults, *shards.compare()]
 
 
