@@ -93,7 +93,10 @@ class ScanTarget:
 
 
 def scan_files(paths: Iterable[str]) -> Scanned:
-    """What the pickles of these files hold, under the rules in force; those that were read under them are counted."""
+    """Scan the pickles in these files under the rules in force, and return their number and the faults.
+
+    Files that have already passed under these rules are counted, but not scanned again.
+    """
     rules, found = rules_in_force(), Scanned()
     paths = list(paths)
     parts: dict[str, set[tuple[int, int]]] = {}
@@ -113,9 +116,9 @@ def scan_files(paths: Iterable[str]) -> Scanned:
 
 
 def every_untrusted(faults: Sequence[Fault], folder: str) -> list[Fault]:
-    """The faults, with those of the folder's other files if classes that nobody has accepted are all that is wrong.
+    """Return the faults. If all of them are TrustRequired, add the TrustRequired faults of every file below `folder`.
 
-    One line then accepts them all, where each file that is opened would ask for its own.
+    The user can then accept all classes at once. Otherwise each file would ask for its own when it is opened.
     """
     name = TrustRequired.__name__
     if not faults or any(fault.error != name for fault in faults):
@@ -133,8 +136,8 @@ def one_line_for_all(folder: str) -> Iterator[None]:
         raise error_of(every_untrusted(faults_of(error), folder), subject=f"checkpoint {folder}") from error
 
 
-def trusting(names: Iterable[str], load: Callable[[], T]) -> T:
-    """Return `load()`, in which `torch.load` takes the named classes with `weights_only=True`, too (from torch 2.5 on).
+def trusting(names: Iterable[str], load: Callable[..., T], **arguments: object) -> T:
+    """Return `load(**arguments)`, in which `torch.load` takes the named classes with `weights_only=True` (torch 2.5).
 
     A framework's own load would refuse what was accepted here. A class that cannot be imported is left to it.
     """
@@ -143,7 +146,7 @@ def trusting(names: Iterable[str], load: Callable[[], T]) -> T:
     allow = getattr(torch.serialization, "safe_globals", None)
     classes = [one for one in map(_class, names) if one is not None]
     with allow(classes) if allow is not None and classes else nullcontext():
-        return load()
+        return load(**arguments)
 
 
 def _class(name: str) -> type | None:
@@ -219,13 +222,16 @@ def refuse_unsafe_folder(
     objects: Callable[[str], bool] = lambda key: True,
     unread: Sequence[str] = (),
 ) -> None:
-    """Raise UnsafePickle on every rank where pickles of these files, else of all below a folder, act when loaded.
+    """Raise UnsafePickle on every rank if loading a pickle could run code that is not allowed.
 
-    Collective, unless a rank loads `alone`. `trust` are classes that may be named, beside those of
-    DS_RESHARD_SETTINGS; `objects` picks the objects of torch.distributed.checkpoint that are meant, by their keys; of
-    files whose names match a pattern of `unread`, which no framework loads, only what acts is refused. Ranks of one
-    machine that see the same files share them, and every machine scans all that it sees; nothing in them is run. What
-    cannot be read as a pickle where one must be is refused too: the framework might read it.
+    Scans the files that `files` lists, or all files below `folder` if it is None, and runs nothing in them. This is a
+    collective call unless `alone` is true. Each machine scans every file that it sees; ranks of one machine that see
+    the same files divide them among themselves.
+
+    `trust` names classes that are allowed in addition to those in DS_RESHARD_SETTINGS. `objects` selects by key the
+    objects of torch.distributed.checkpoint to scan. No framework loads files whose names match a pattern in `unread`;
+    for those, only UnsafePickle itself is raised. In other files, a pickle that cannot be read is refused too, because
+    the framework might be able to read it.
     """
     faults: list[Fault] = []
     subject = f"loading {folder}"
@@ -290,9 +296,10 @@ def _unpickled(paths: Iterable[str], objects: Callable[[str], bool], faults: lis
 
 
 def _machine() -> str:
-    """Where a path names one file: this start of this machine, and its view of the file systems.
+    """Return an identifier of this machine since its last boot, and of this process's mount namespace.
 
-    Two machines may have two disks whose files have the same names, numbers, sizes and times, and are others.
+    Under the same identifier a path names the same file. The names, inodes, sizes and times of the files do not prove
+    that: different files on the disks of two machines may agree in all of them.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

@@ -194,7 +194,7 @@ class ShapeMap:
             yield self._fault("model_type", f"is one of which {_OTHER_MODELS[model]}", "", model, mend)
 
     def _contradictions(self, tellers: Sequence[tuple[str, Mapping[str, object]]]) -> Iterator[Fault]:
-        """Yield a fault for each number that the map asks for, of which two files tell another value."""
+        """Yield a fault for each number that the map uses and to which two files give different values."""
         texts = [str(one) for one in (*self.numbers.values(), *self.indices.values())]
         for name in dict.fromkeys((*self.numbers, *(word for text in texts for word in _WORD.findall(text)))):
             values = {where: one[name] for where, one in tellers if type(one.get(name)) is int}
@@ -205,7 +205,10 @@ class ShapeMap:
                 )
 
     def _numbers(self, told: Mapping[str, object], faults: list[Fault]) -> dict[str, int]:
-        """Return the numbers of the map and those that are told, which whole numbers of the map must not contradict."""
+        """Return the numbers that the files give, together with those of the map, whose expressions are evaluated.
+
+        Adds to `faults` if a whole number of the map differs from the files, or if an expression has no value.
+        """
         found = {name: value for name, value in told.items() if type(value) is int}
         for name, given in self.numbers.items():
             if type(given) is int and found.setdefault(name, given) != given:
@@ -427,7 +430,7 @@ class _Application:
                 continue
             if other not in ties and not self._same:
                 self._notes.append(
-                    f"left out: {other}, in the source another name of {name}, which the map does not name"
+                    f"left out: {other}, which is tied to {name} in the source, because the map does not name {other}"
                 )
                 continue
             equation, first_equation = ties.get(other), self._equation_of.get(name)
@@ -473,6 +476,10 @@ class _Application:
         self._faults.append(ModelMismatch.fault(where, what, expected, found, mend=f"correct {self._path}"))
 
     def _split(self, equation: Equation, tensors: Mapping[str, TensorSource]) -> None:
+        """Add the parts into which the map splits a tensor of the source, and note elements that are padding.
+
+        `tensors` has the weight and the optimizer states of the tensor, by kind.
+        """
         left = prod(equation.shape or ()) - sum(prod(part.shape) for _, part in equation.parts if part is not None)
         if left:
             self._notes.append(f"left out: {left} elements of {equation.whole} that the map says are padding")
@@ -523,6 +530,7 @@ class _Application:
         return self._layout[tensor.origin]
 
     def _place(self, name: str, kind: str, tensor: TensorSource, shape: Shape, tiles: Sequence[Placement]) -> None:
+        """Add a new tensor that consists of these tiles of the source; do nothing if there are none."""
         if not tiles:
             return
         origin = self._origin(name, tensor.origin.kind)

@@ -104,7 +104,7 @@ def _take(
             scheduler, begun, state, moved, policy, mend=f"load before the first step, or {_line(accelerator, BATCHES)}"
         )
         scheduler.load_state_dict(given)
-        what = "%s: the saved position %d counts %d steps an update, and this run takes %d: it goes on at %d (%s)"
+        what = "%s: the saved position %d counts %d steps per update, but this run takes %d, so it goes on at %d (%s)"
         say(what, name, position, then, now, moved, why)
         return
     scheduler.load_state_dict(state)
@@ -142,9 +142,10 @@ def _insist_on_lengths(
 def _moved(
     scheduler: object, begun: Beginning, state: Mapping[str, object], position: int, policy: ResumePolicy, *, mend: str
 ) -> Mapping[str, object]:
-    """The state of this run's scheduler at `position`, with the checkpoint's base rates unless a policy has its own.
+    """Return the state of this run's scheduler at `position`.
 
-    Raises UnsupportedLayout where that does not exist; `mend` is for a scheduler that has taken steps.
+    It has the checkpoint's base rates, unless the policy overrides them with this run's. Raises UnsupportedLayout if
+    the scheduler ends before `position`, or if it took steps before the load; `mend` is the advice for the latter.
     """
     where, name = "the schedule in scheduler.bin", type(scheduler).__name__
     raise_faults(beyond(scheduler, position), subject=where)

@@ -128,6 +128,7 @@ class RunValues:
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
+        """Copy the current values of the engine."""
         optimizer, sampler = engine.optimizer, _sampler(engine)
         random_ltd = getattr(engine, "random_ltd_scheduler", None)
         hyperparameters = (
@@ -496,7 +497,10 @@ def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> 
 
 
 def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
-    """Return the checkpoint's saved values; no tensor is read. `scheduler`: also its state, which may need `trust`."""
+    """Return the checkpoint's saved values without reading a tensor.
+
+    If `scheduler` is true, they include the scheduler's state, whose classes may need `trust`.
+    """
     values: dict[int, Mapping[str, object]] = {}
     # the model file of stage 0 may contain the optimizer, as records
     if checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping):
@@ -627,10 +631,11 @@ def load_optimizer_state(call: Call) -> object:
 
 
 def refuse_policy(optimizer: object, *, asked_policy: ResumePolicy | None = None) -> bool:
-    """Raise ConfigError if a script loads an engine's optimizer by itself although there is a resume policy.
+    """Raise ConfigError if a script restores an optimizer without the engine's load although a resume policy is set.
 
-    Return whether the optimizer, or one around it, is an engine's. `asked_policy` is for one without an engine. An
-    engine that has trained since it was built, or since its last load, goes back: that is no resume.
+    Return True if the optimizer, or an optimizer that wraps it, belongs to an engine; otherwise `asked_policy` is the
+    policy. Nothing is raised if the engine has trained since it was built or since its last load: the script then goes
+    back to an earlier state, which is not a resume.
     """
     from deepspeed.runtime.engine import DeepSpeedEngine
 
@@ -655,7 +660,7 @@ def _policy_of(engine: DeepSpeedEngine) -> ResumePolicy:
 
 
 def _refuse_given(engine: DeepSpeedEngine) -> None:
-    """Raise ConfigError if a script gave a scheduler a saved state, and no load came that could apply the policy."""
+    """Raise ConfigError if a script restored a scheduler but loaded no checkpoint, so the policy was not applied."""
     last, optimizer = _VALUES[engine].last if engine in _VALUES else None, innermost(engine.optimizer)
     given = [one for one in list(_GIVEN) if innermost(one) is optimizer] if last is None else []
     policy = _policy_of(engine) if given else ResumePolicy()
@@ -764,8 +769,8 @@ _OPTIMIZER_UNREAD = (
     "from this run, because the optimizer's files were not opened"
 )
 AWAITS_STATE = (
-    "a scheduler that the engine does not own has not been given its state: until then it is at its initial position; "
-    "the resume policy applies to it when it loads its state"
+    "a scheduler that the engine does not own has not been given its state yet and is at its initial position; the "
+    "resume policy will be applied when the script loads the scheduler's state"
 )
 _COUNTS_BATCHES = (
     "the scheduler's position ({position}) counts batches of all {then} ranks, {updates} updates, as accelerate steps: "
@@ -774,8 +779,8 @@ _COUNTS_BATCHES = (
 )
 _COUNTS_MICRO_BATCHES = (
     "the scheduler's position ({position}) counts micro batches, {then} for each of {updates} updates, and an update "
-    "of this run has {now}: the same position is another update; where the script steps the scheduler with each micro "
-    "batch, give the scheduler the state that it was built with, but last_epoch {moved}"
+    "of this run has {now}, so the same position is a different update; if the script steps the scheduler with each "
+    "micro batch, give the scheduler the state that it was built with, but with last_epoch {moved}"
 )
 _WITHOUT_MOMENTS = (
     "weights were loaded without optimizer states into a run that has stepped: its moments and step counts, which are "
@@ -877,9 +882,9 @@ def _unused_rate_warnings(engine: DeepSpeedEngine, policy: ResumePolicy) -> Iter
 
 
 def _batch_count_warnings(engine: DeepSpeedEngine, last: Resume) -> list[str]:
-    """Return a warning if an external scheduler's position counts what an update of this run has another number of.
+    """Return warnings if an external scheduler's position counts batches, and an update of this run has more or fewer.
 
-    That is the batches of all ranks, or the micro batches of one.
+    The position may count the batches of all ranks, or the micro batches of one rank.
     """
     assert last.saved is not None
     saved, updates = last.saved, (last.saved.iteration or 0) - last.saved.skipped

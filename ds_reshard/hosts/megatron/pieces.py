@@ -175,7 +175,10 @@ _Held = tuple["torch.Tensor", "torch.Tensor", int, int]
 
 
 def _held(part: Optimizer) -> Iterator[_Held]:
-    """Each parameter, the tensor that the optimizer steps for it, and which of its elements that is."""
+    """Yield each parameter, its master, and the range [start, stop) of the parameter's elements that the master holds.
+
+    The master is the tensor that the optimizer updates; it is the parameter itself if there is no copy.
+    """
     groups = [
         cast("Sequence[torch.Tensor]", group["params"]) for group in cast(TorchOptimizer, part.optimizer).param_groups
     ]

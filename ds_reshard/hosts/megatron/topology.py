@@ -60,7 +60,7 @@ _FP32_SHARDS = "fp32 weights are their own masters, and Megatron-LM cannot copy 
 three loads `load_parameter_state_from_dp_reshardable` and `_from_dp_zero` alone run without `torch.no_grad`
 (core/optimizer/distrib_optimizer.py, 0.18.2 and 0.19.2).
 """
-_SGD = "Megatron-LM makes no states of SGD for torch_dist to load into"
+_SGD = "Megatron-LM does not create the states of SGD, so it cannot load them from torch_dist"
 """A TypeError: `init_state_fn` of SGD is None (core/optimizer/__init__.py and optimizer.py, 0.18.2 and 0.19.2)."""
 _OTHER_STEP = "of format torch it takes moments and iteration of what the tracker file names, whatever --ckpt-step says"
 OWN_ADAM = "the distributed optimizer steps by torch's own Adam"
@@ -177,14 +177,14 @@ def _passed_over(path: str) -> Iterator[Fault]:
     for folder in (given, os.path.dirname(given), os.path.dirname(os.path.dirname(given))):
         step = os.path.basename(folder)
         if _ITERATION.fullmatch(step) and _is_iteration(folder):
-            what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
-            yield CheckpointNotFound.fault(path, what, mend=_parent(os.path.dirname(folder), step))
+            what = "belongs to one iteration, but --load takes a --save folder: Megatron-LM would begin anew"
+            yield CheckpointNotFound.fault(path, what, mend=_how_to_load(os.path.dirname(folder), step))
             return
     there = sorted(filter(_ITERATION.fullmatch, folders.names(given))) if folders.is_folder(given) else []
     there = [step for step in there if _is_iteration(os.path.join(given, step))]
     if there:
         what = f"has no file {TRACKER}, without which Megatron-LM would begin anew"
-        mend = f"{_parent(given, there[-1])}; or move {', '.join(there[-12:])} away, to begin anew"
+        mend = f"{_how_to_load(given, there[-1])}; or move all iterations out of {given}, to begin anew"
         yield CheckpointNotFound.fault(path, what, mend=mend)
         return
     if (fault := _found_below(path, given)) is not None:
@@ -194,9 +194,9 @@ def _passed_over(path: str) -> Iterator[Fault]:
         found = find_listing(given, None)
     except ReshardError:
         return
-    what, mend = f"is a checkpoint of {found.format.name}, of which Megatron-LM sees nothing: it would begin anew", ""
+    what, mend = f"is a checkpoint of {found.format.name}, which Megatron-LM cannot read: Megatron-LM would begin anew", ""
     if _is_iteration(found.folder):
-        what = "is of one iteration, and --load takes the folder of --save: Megatron-LM would begin anew"
+        what = "belongs to one iteration, but --load takes a --save folder: Megatron-LM would begin anew"
         mend = _moved(found.folder)
     yield CheckpointNotFound.fault(
         path, what, mend=mend or f"ds-reshard convert {path} DIR --to megatron, and give --load DIR"
@@ -216,8 +216,8 @@ def _found_below(path: str, given: str) -> Fault | None:
     if folder is None:
         return None
     above, step = os.path.split(folder)
-    line = _parent(above, step) if _ITERATION.fullmatch(step) else _moved(folder)
-    what = "contains the files of an iteration, which Megatron-LM would not find: it would begin anew"
+    line = _how_to_load(above, step) if _ITERATION.fullmatch(step) else _moved(folder)
+    what = "contains an iteration but is not a --save folder itself, so Megatron-LM would begin anew"
     mend = f"{line}; or leave out --load, to begin anew"
     return CheckpointNotFound.fault(path, what, found=os.path.relpath(folder, given), mend=mend)
 
@@ -227,7 +227,10 @@ _MOST_BELOW = 64
 
 
 def _below(folder: str) -> list[str]:
-    """The local folders one and two levels below, of each folder the first ones: who lists them waits."""
+    """Return the local folders one and two levels below a folder; no folders for a URL.
+
+    At most `_MOST_BELOW` folders of a level are listed, and at most as many names in each, because listing takes time.
+    """
     levels = [[] if is_url(folder) else [folder]]
     for _ in range(2):
         made = list[str]()
@@ -248,8 +251,8 @@ def _is_iteration(folder: str) -> bool:
     return folders.is_folder(folder) and (is_megatrons(folder) or is_torch_format(folder))
 
 
-def _parent(folder: str, step: str) -> str:
-    """The line that loads an iteration of the folder of `--save`."""
+def _how_to_load(folder: str, step: str) -> str:
+    """Return the `mend` text that tells the user how to load iteration `step` of a `--save` folder."""
     number = step if step == "release" else str(int(step.removeprefix("iter_")))
     tracker = os.path.join(folder, TRACKER)
     latest = latest_iteration(folder) if _has_tracker(folder) else ""

@@ -536,7 +536,10 @@ def _arguments() -> Namespace:
 
 
 def build_data_loaders(call: Call) -> object:
-    """Megatron's data loaders, from the data's start where that was asked for and the load has set it so."""
+    """Build Megatron's data loaders, at the start of the data if the policy resets it and the load has done so.
+
+    Megatron would take a position from the iteration if no samples are consumed, so it sees iteration 0 meanwhile.
+    """
     arguments = _arguments()
     iteration = arguments.iteration
     if iteration == 0 or arguments.consumed_train_samples != 0 or policy_of(arguments).dataloader != "reset":

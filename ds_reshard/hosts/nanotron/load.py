@@ -175,8 +175,8 @@ def other_batch(load: Load, dp: int, saved: Batch | int | None) -> list[Fault]:
             "differs from the saving run's, and learning rates and iterations are counted in updates of that size",
             f"{size} samples" + (f": {_product(saved)}, of {CONFIG}" if isinstance(saved, Batch) else ""),
             f"{now.size}: {_product(now)}",
-            mend=f"{keep}--override-optim-hparams {BATCH} where this one is wanted, with the saved schedule, or "
-            "--override-opt-param-scheduler with this run's",
+            mend=f"{keep}--override-optim-hparams {BATCH} to use this run's batch size with the saved schedule, or "
+            "--override-opt-param-scheduler to use it with this run's schedule",
         )
     ]
 

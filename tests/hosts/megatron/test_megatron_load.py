@@ -465,7 +465,7 @@ def test_sgd_of_torch_dist_is_refused_by_name(releases: Any, tmp_path: Path) -> 
     (said,) = releases["0.19.2"].run(
         "foresee_jobs:foresee", arguments=arguments, folder=str(tmp_path / "torch_dist"), world=1
     )
-    assert not said["loads"] and "makes no states of SGD" in said["verdict"]
+    assert not said["loads"] and "does not create the states of SGD" in said["verdict"]
     for line in (f"{load}--no-load-optim", f"{mended}--ckpt-format torch"):
         (one,) = releases["0.19.2"].run("load_jobs:refused", arguments=line)
         assert one["refused"] is None
