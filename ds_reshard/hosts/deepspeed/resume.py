@@ -128,7 +128,6 @@ class RunValues:
     """
 
     def __init__(self, engine: DeepSpeedEngine) -> None:
-        """Copy the current values of the engine."""
         optimizer, sampler = engine.optimizer, _sampler(engine)
         random_ltd = getattr(engine, "random_ltd_scheduler", None)
         hyperparameters = (
@@ -497,10 +496,7 @@ def apply(engine: DeepSpeedEngine, saved: SavedValues, policy: ResumePolicy) -> 
 
 
 def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Settings, *, scheduler: bool) -> SavedValues:
-    """Return the checkpoint's saved values without reading a tensor.
-
-    If `scheduler` is true, they include the scheduler's state, whose classes may need `trust`.
-    """
+    """Return the saved values, of no tensor; `scheduler` adds the scheduler's state, whose classes may need `trust`."""
     values: dict[int, Mapping[str, object]] = {}
     # the model file of stage 0 may contain the optimizer, as records
     if checkpoint.stage or isinstance(checkpoint.model.entries.get("optimizer"), Mapping):

@@ -194,7 +194,8 @@ def _passed_over(path: str) -> Iterator[Fault]:
         found = find_listing(given, None)
     except ReshardError:
         return
-    what, mend = f"is a checkpoint of {found.format.name}, which Megatron-LM cannot read: Megatron-LM would begin anew", ""
+    what = f"is a checkpoint of {found.format.name}, which Megatron-LM cannot read: Megatron-LM would begin anew"
+    mend = ""
     if _is_iteration(found.folder):
         what = "belongs to one iteration, but --load takes a --save folder: Megatron-LM would begin anew"
         mend = _moved(found.folder)
