@@ -189,7 +189,8 @@ def render_naming(found: Naming, console: Console) -> None:
         line(console, f"{one.name}: does not fit: {printable(one.faults[0].line())}", "dim")
     if found.skeleton:
         line(console, "No map fits. A map of your own begins like this; see docs/maps.md:")
-        line(console, found.skeleton)
+        for one_line in found.skeleton.splitlines():
+            line(console, one_line)
 
 
 def render_faults(faults: Sequence[Fault], console: Console) -> None:

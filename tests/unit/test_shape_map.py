@@ -15,9 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from test_plan import SOME, Arrangement, Checkpoint
 
 import ds_reshard
+from ds_reshard.cli.main import main
 from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import ReshardError
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
@@ -628,3 +630,24 @@ def test_the_order_of_parameters_is_that_of_the_checkpoint_to_be_like() -> None:
     mapped = read_name_map("llama-megatron").apply(content, layout, coming_run(like)).content
     assert mapped.facts is not None
     assert [*mapped.weights] == names == [name for group in mapped.facts.groups for name in group.members]
+
+
+def test_the_command_says_which_map_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And gives the beginning of one that can be read if none does; of a map that is named, all that is wrong."""
+    numbers = {"num_hidden_layers": 1, "hidden_size": 8, "num_attention_heads": 4, "intermediate_size": 6}
+    content, _ = llama_content()
+    weights = {name: torch.zeros(one.shape) for name, one in content.weights.items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(numbers | {"num_key_value_heads": 2}), encoding="utf-8")
+    assert main(["names", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "llama-megatron: fits; 8 weights of megatron are 11 of transformers" in " ".join(told.split())
+    assert main(["names", str(tmp_path), "--names", "mixtral-megatron"]) == 1
+    assert "mlp.router.weight: is in the map, and not in the source" in " ".join(capsys.readouterr().out.split())
+    save_file({f"a.{n}.b": torch.zeros(2) for n in (0, 1)}, tmp_path / "model.safetensors")
+    assert main(["names", str(tmp_path)]) == 1
+    _, _, beginning = capsys.readouterr().out.partition("docs/maps.md:")
+    own = json.loads(beginning)
+    assert own["indices"] == {"l": "l"} and own["numbers"] == {"l": 2}
+    assert [entry["saved"] for entry in own["entries"]] == ["a.{l}.b"]
+    assert isinstance(read_name_map(own), ShapeMap)
