@@ -104,7 +104,6 @@ TESTS = {
     "BY_URL": "tests/formats/test_convert_urls.py",
     "FAR": "tests/formats/test_far_store.py",
     "MEGATRON_STEPS": "tests/hosts/megatron/test_megatron_torch_adam.py",
-    "MEGATRON_ITERATION": "tests/hosts/megatron/test_megatron_loads.py::test_a_rewound_iteration_and_a_reset_one",
     "MEGATRON_RELEASE": "tests/hosts/megatron/test_megatron_odd.py::test_an_iteration_beside_a_release",
     "NANOTRON_WEIGHTS": "tests/hosts/nanotron_runs/test_nanotron_refused.py::test_ranks_that_see_other_weights",
     "UNIVERSAL_CUT": "tests/hosts/deepspeed/test_grid_written.py",
