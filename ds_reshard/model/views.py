@@ -11,6 +11,7 @@ import ast
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -47,12 +48,17 @@ def evaluate(text: str, numbers: Mapping[str, int]) -> int:
         raise ValueError(f"{text!r} is not an expression of names, whole numbers, + - * / and parentheses")
 
     try:
-        found = value(ast.parse(text.strip(), mode="eval").body)
+        found = value(_parsed(text.strip()))
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"{text!r} is not an expression of names, whole numbers, + - * / and parentheses") from None
     if found < 0:
         raise ValueError(f"{text!r} is {found}, which is below 0")
     return found
+
+
+@lru_cache(maxsize=1 << 10)
+def _parsed(text: str) -> ast.expr:
+    return ast.parse(text, mode="eval").body
 
 
 View = tuple[tuple[str, ...], ...]

@@ -274,7 +274,10 @@ def _with_numbers(path: str, held: Mapping[str, object]) -> ShapeMap:
     base, numbers = held["map"], held.get("numbers", {})
     if not isinstance(base, str) or held.keys() - {"map", "numbers"} or not isinstance(numbers, dict):
         raise error_of([_unreadable(path, 'has more than {"map": NAME, "numbers": {...}}')], subject="--names")
-    found = read_name_map(base)
+    try:
+        found = read_name_map(base)
+    except RecursionError:
+        raise error_of([_unreadable(path, "names itself as its map")], subject="--names") from None
     if not isinstance(found, ShapeMap) or not all(type(one) is int and one >= 0 for one in numbers.values()):
         what = f"gives numbers that are none, or a map that takes none: {base!r}"
         raise error_of([_unreadable(path, what)], subject="--names")

@@ -413,18 +413,12 @@ class _Application:
         self._kept[old] = new
         self._tensors |= {TensorKey(new, kind): tensor for kind, tensor in tensors.items()}
 
-    def result(self, ties: Mapping[str, Equation], order: Sequence[str]) -> Mapped:
-        if order:  # DeepSpeed's own loads go by the order of parameters
-            at = {name: number for number, name in enumerate(order)}
-            self._members = dict(sorted(self._members.items(), key=lambda one: at.get(one[0], len(at))))
-            self._tensors = dict(sorted(self._tensors.items(), key=lambda one: at.get(one[0].name, len(at))))
-        content, members = self._content, self._members
-        first = {old: new for new, olds in members.items() if len(olds) == 1 for old in olds}
-        whole = {new for new, olds in members.items() if len(olds) == 1 and olds[0] in first and first[olds[0]] == new}
+    def _tied(self, ties: Mapping[str, Equation]) -> dict[str, str]:
+        """Return the new names of tied parameters, by further name; `ties` are the equations of further names."""
         tied = dict[str, str]()
-        for other, name in content.tied.items():
-            news = [new for new, olds in members.items() if olds == (name,)]
-            if len(news) != 1 or news[0] not in whole or TensorKey(news[0], WEIGHT) not in self._tensors:
+        for other, name in self._content.tied.items():
+            made = [new for new, olds in self._members.items() if olds == (name,)]
+            if len(made) != 1 or TensorKey(made[0], WEIGHT) not in self._tensors:
                 what = f"is tied to {other}, and is no tensor of its own by the map"
                 self._add(name, what, "an entry without a view")
                 continue
@@ -437,8 +431,17 @@ class _Application:
             if (equation and equation.rows) != (first_equation and first_equation.rows):
                 self._add(name, f"is tied to {other}, which has other rows by the map", "the same view of both")
             new = equation.names(1 - self._side)[0] if equation is not None else other
-            if new in members or tied.setdefault(new, news[0]) != news[0]:
+            if new in self._members or tied.setdefault(new, made[0]) != made[0]:
                 self._add(new, f"is tied to {name}, and is the name of another tensor too", "a name of its own")
+        return tied
+
+    def result(self, ties: Mapping[str, Equation], order: Sequence[str]) -> Mapped:
+        if order:  # DeepSpeed's own loads go by the order of parameters
+            at = {name: number for number, name in enumerate(order)}
+            self._members = dict(sorted(self._members.items(), key=lambda one: at.get(one[0], len(at))))
+            self._tensors = dict(sorted(self._tensors.items(), key=lambda one: at.get(one[0].name, len(at))))
+        content, members = self._content, self._members
+        tied = self._tied(ties)
         facts = content.facts
         if facts is not None:
             numbers, groups = self._groups(facts)
@@ -692,9 +695,10 @@ def _completed(told: Mapping[str, int]) -> dict[str, int]:
 
 
 def _config(path: str) -> dict[str, object]:
+    """Return a JSON file of the model, empty if there is none. Raises ConfigError for one that cannot be read."""
     try:
-        text = folders.read_text(path) if folders.is_file(path) else ""
-        read = json.loads(text) if text else {}
-    except (ReshardError, ValueError, RecursionError):
-        return {}
+        read = folders.read_json(path) if folders.is_file(path) else {}
+    except (ReshardError, ValueError) as error:
+        what = f"cannot be read, and may tell how rows are arranged: {str(error)[:80]}"
+        raise ConfigError.of(path, what, mend="correct it, or move it away") from error
     return {str(name): value for name, value in read.items()} if isinstance(read, dict) else {}

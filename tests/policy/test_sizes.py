@@ -39,12 +39,12 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 4040),
+    "model, planning": (("model", "planning"), 4043),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6427),
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8199),
-    "operations": (("operations",), 6347),
+    "operations": (("operations",), 6353),
     "hosts/deepspeed": (("hosts/deepspeed",), 7385),
     "other hosts": (("hosts",), 11668),
     "resume, hooks, cli, testing, top": ((".",), 7295),

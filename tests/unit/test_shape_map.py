@@ -21,7 +21,7 @@ from test_plan import SOME, Arrangement, Checkpoint
 import ds_reshard
 from ds_reshard.cli.main import main
 from ds_reshard.containers.crc import crc32
-from ds_reshard.errors import ReshardError
+from ds_reshard.errors import ConfigError, ReshardError
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.content import Content, TensorSource
@@ -630,6 +630,21 @@ def test_the_order_of_parameters_is_that_of_the_checkpoint_to_be_like() -> None:
     mapped = read_name_map("llama-megatron").apply(content, layout, coming_run(like)).content
     assert mapped.facts is not None
     assert [*mapped.weights] == names == [name for group in mapped.facts.groups for name in group.members]
+
+
+def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    """It may tell that rows are interleaved."""
+    content, layout = llama_content(objects={("args",): ARGUMENTS})
+    (tmp_path / "model_config.json").write_text('{"rope_interleaved": tr', encoding="utf-8")
+    with pytest.raises(ConfigError, match="may tell how rows are arranged"):
+        read_name_map("llama-megatron").apply(replace(content, folder=str(tmp_path)), layout, Coming())
+
+
+def test_a_map_that_names_itself_is_refused(tmp_path: Path) -> None:
+    own = tmp_path / "own.json"
+    own.write_text(json.dumps({"map": str(own), "numbers": {"g": 2}}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="names itself as its map"):
+        read_name_map(str(own))
 
 
 def test_the_command_says_which_map_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -132,9 +132,12 @@ def run_of(engine: DeepSpeedEngine, features: Sequence[str] = (), rules: tuple[R
     )
 
 
-def model_numbers(module: object) -> tuple[tuple[str, Mapping[str, object]], ...]:
-    """Return the configuration of a model of transformers, under a name for messages; of other models nothing."""
-    to_dict = getattr(getattr(module, "config", None), "to_dict", None)
+def model_numbers(model: object) -> tuple[tuple[str, Mapping[str, object]], ...]:
+    """Return the configuration of a model of transformers, or of an engine's; of other models nothing.
+
+    It comes with a name for messages.
+    """
+    to_dict = getattr(getattr(getattr(model, "module", model), "config", None), "to_dict", None)
     told = to_dict() if callable(to_dict) else None
     return (("the run's model.config", told),) if isinstance(told, Mapping) else ()
 

@@ -188,7 +188,7 @@ class DeepSpeedLoad:
                 optimizer=self._reads_optimizer(found),
                 universal=self.universal,
                 names=self.settings.names,
-                run=Coming(run.module.names, model_numbers(getattr(self.engine, "module", None))),
+                run=Coming(run.module.names, model_numbers(self.engine) if self.settings.names is not None else ()),
                 row=run.grid.row,
                 later=True,
                 rename=partial(with_names, run=run.module.names, names=self.settings.names),

@@ -64,3 +64,18 @@ def test_what_cannot_be_joined_is_refused_on_every_rank(worlds: Any, tmp_path: P
         for one in worlds[2].run("shape_map_jobs.load", run=Run(0, 2, "fp32"), **{**asked, "fused": False})
     }
     assert again is None, "a run that has the names of the folder is not mapped"
+
+
+@pytest.mark.parametrize("source", [Run(3, 2), Run(2, 3)], ids=str)
+def test_weights_alone_go_into_another_module(worlds: Any, tmp_path: Path, source: Run) -> None:
+    """Of stage 3, which saves masters alone, too."""
+    folder = str(tmp_path)
+    saved = gathered(worlds[source.dp].run("shape_map_jobs.save", run=source, fused=True, folder=folder))
+    asked = {"run": Run(2, 2), "fused": False, "names": MAP, "load_optimizer_states": False}
+    loaded = worlds[2].run("shape_map_jobs.load", folder=folder, **asked)
+    assert not [one for one in loaded if "error" in one], loaded[0]
+    masters = {name: values for (name, kind), values in as_apart(saved).items() if kind == "fp32"}
+    weights = loaded[0]["weights"]
+    assert weights.keys() == masters.keys()
+    wrong = [name for name, one in weights.items() if not torch.equal(one.flatten(), masters[name].to(one.dtype))]
+    assert not wrong, wrong
