@@ -69,7 +69,7 @@ class Form(NamedTuple):
     view: str
 
     def indices(self, known: Container[str]) -> list[str]:
-        """Return the indices that stand in its name, the first of several."""
+        """Return the indices in its name; if it has several names, in the first."""
         words = (word for place in _PLACE.findall(self.names[0]) for word in _WORD.findall(place))
         return list(dict.fromkeys(word for word in words if word in known))
 
@@ -89,7 +89,7 @@ class Entry(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """An entry for one layer, expert and so on: the names, and of a whole with a view the parts."""
+    """An entry for one layer or expert: the names of its tensors, and the parts if the whole tensor has a view."""
 
     side: int
     whole: str
@@ -99,7 +99,7 @@ class Equation(NamedTuple):
 
     @property
     def rows(self) -> object:
-        """What it makes of the rows; None if it gives a name alone."""
+        """The arrangement of the rows, as a value to compare; None if only the name changes."""
         return (self.side, self.shape, [part for _, part in self.parts]) if self.shape is not None else None
 
     def names(self, side: int) -> list[str]:
@@ -112,7 +112,7 @@ class Equation(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A content under the names and shapes of the other side, and the layout that its origins are in."""
+    """A content with the names and shapes of the other side, and the layout of the tensors that it is read from."""
 
     content: Content
     layout: Layout
@@ -120,13 +120,14 @@ class Mapped(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """What is known of the coming run: the names of its parameters, and what tells numbers of its model, by place.
+    """What is known of the coming run: the names of its parameters, and the configurations of its model.
 
-    `order` has the names in the order of the model's parameters, if that is known.
+    Each configuration comes with a name for messages. `order` has the names in the order of the model's parameters, if
+    that is known.
     """
 
     names: Container[str] = ()
-    tellers: tuple[tuple[str, Mapping[str, object]], ...] = ()
+    configurations: tuple[tuple[str, Mapping[str, object]], ...] = ()
     order: tuple[str, ...] = ()
 
 
@@ -161,10 +162,10 @@ class ShapeMap:
         side = self.side_of(content)
         if side is None:
             return Mapped(content, layout, (self._no_side(content),))
-        tellers = [*_tellers(content), *coming.tellers]
-        faults = [fault for _, one in tellers for fault in self._other_rows(one)]
-        faults += self._contradictions(tellers)
-        told = {name: value for _, one in reversed(tellers) for name, value in one.items()}
+        configurations = [*_configurations(content), *coming.configurations]
+        faults = [fault for _, one in configurations for fault in self._other_rows(one)]
+        faults += self._contradictions(configurations)
+        told = {name: value for _, one in reversed(configurations) for name, value in one.items()}
         numbers = self._numbers(told, faults)
         if faults:
             return Mapped(content, layout, tuple(faults))
@@ -193,11 +194,11 @@ class ShapeMap:
             mend = f'take a map that was written for it: with "for": {{"model_type": "{model}"}}'
             yield self._fault("model_type", f"is one of which {_OTHER_MODELS[model]}", "", model, mend)
 
-    def _contradictions(self, tellers: Sequence[tuple[str, Mapping[str, object]]]) -> Iterator[Fault]:
+    def _contradictions(self, configurations: Sequence[tuple[str, Mapping[str, object]]]) -> Iterator[Fault]:
         """Yield a fault for each number that the map uses and to which two files give different values."""
         texts = [str(one) for one in (*self.numbers.values(), *self.indices.values())]
         for name in dict.fromkeys((*self.numbers, *(word for text in texts for word in _WORD.findall(text)))):
-            values = {where: one[name] for where, one in tellers if type(one.get(name)) is int}
+            values = {where: one[name] for where, one in configurations if type(one.get(name)) is int}
             if len(set(values.values())) > 1:
                 found = ", ".join(f"{value} in {where}" for where, value in values.items())
                 yield self._fault(
@@ -288,7 +289,7 @@ class ShapeMap:
         return [one for one in found if not (one.optional and known.isdisjoint(one.names(side)))]
 
     def _unlike(self, content: Content, equations: Sequence[Equation], side: int) -> Iterator[Fault]:
-        """Names that one has and the other has not, that two entries give, and shapes that do not fit."""
+        """Yield a fault for each name that only one side has, that is given twice, or whose shape differs."""
         saved, given = content.weights, dict[str, Shape | None]()
         for at in (side, 1 - side):
             seen = set[str]()
@@ -368,7 +369,7 @@ def nested_faults(content: Content, moved: Container[str], path: str) -> Iterato
 
 
 class _Application:
-    """One map applied to one content, which has the tensors that the equations ask for."""
+    """Applies a map to a content that has all tensors of the equations."""
 
     def __init__(
         self, names: ShapeMap, layout: Layout, content: Content, equations: Sequence[Equation], side: int
@@ -661,11 +662,11 @@ def _form(held: object) -> Form | None:
 
 def coming_run(like: Content | None) -> Coming:
     """Return what a checkpoint that the coming run has saved, `like`, tells of it."""
-    return Coming(like.weights, tuple(_tellers(like)), tuple(like.weights)) if like is not None else Coming()
+    return Coming(like.weights, tuple(_configurations(like)), tuple(like.weights)) if like is not None else Coming()
 
 
-def _tellers(content: Content) -> list[tuple[str, Mapping[str, object]]]:
-    """Return what tells of the checkpoint's model: Megatron-LM's arguments, and JSON files of the model by their path.
+def _configurations(content: Content) -> list[tuple[str, Mapping[str, object]]]:
+    """Return the configurations of the checkpoint's model, by path: Megatron-LM's arguments, and JSON files beside it.
 
     Names are those of transformers' `config.json` and those that the framework itself uses.
     """

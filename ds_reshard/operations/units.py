@@ -47,7 +47,7 @@ def target_of(source: Checkpoint, asked: ConversionRequest) -> Target:
     return replace(target, basis={**target.basis, "names": names.digest}, source_layout=layout, notes=notes)
 
 
-_ORDER = "parameters are in the order of the map, by which DeepSpeed goes without ds_reshard: load it with ds_reshard"
+_ORDER = "parameters are in the order of the map, which DeepSpeed goes by: load this folder with ds_reshard"
 
 
 FilePlan = ArchivePlan | ArchivesPlan | PlainPlan
