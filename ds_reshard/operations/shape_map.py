@@ -122,8 +122,7 @@ class Mapped(NamedTuple):
 class Coming(NamedTuple):
     """What is known of the coming run: the names of its parameters, and the configurations of its model.
 
-    Each configuration comes with a name for messages. `order` has the names in the order of the model's parameters, if
-    that is known.
+    Each configuration comes with a name for messages. `order` has the names in the model's order, if that is known.
     """
 
     names: Container[str] = ()
