@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,26 @@ import host_folders  # noqa: E402, F401
 import lifetimes  # noqa: E402
 
 _WORLDS = pytest.StashKey[Any]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--third", metavar="SEED", help="of a test with four slow cases or more run a third, drawn by SEED")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Draw the cases that run. Each case runs for one commit in three, if the seed is the commit."""
+    seed = config.getoption("third")
+    cases = defaultdict(list)
+    for item in items if seed else ():
+        if item.get_closest_marker("slow") or item.get_closest_marker("distributed"):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    left_out = set()
+    for of_one_test in cases.values():
+        if len(of_one_test) > 3:
+            drawn = sorted(of_one_test, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
+            left_out.update(drawn[-(-len(drawn) // 3) :])
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_configure(config: pytest.Config) -> None:
