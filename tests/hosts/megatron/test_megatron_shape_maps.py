@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import family_jobs
 import pytest
 import torch
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, GATED, TP, Saved
@@ -97,6 +98,64 @@ def test_there_and_back(releases: Any, saved: Saved, tmp_path: Path, world: str,
     )
     for rank in told:
         assert rank["wrong"] == [] and rank["compared"] > 1000
+
+
+EXPERTS = EXPERTS_WHOLE + "--moe-router-load-balancing-type none "
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Llama": ("llama-megatron", "", {}),
+    "Mistral": ("llama-megatron", "", {"sliding_window": None}),
+    "Qwen2": ("llama-megatron", "--add-qkv-bias ", {}),
+    "Qwen3": ("llama-megatron", "--qk-layernorm ", {}),
+    "Mixtral": (
+        "mixtral-megatron",
+        EXPERTS,
+        {
+            "num_local_experts": 4,
+            "sliding_window": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "Qwen3Moe": (
+        "qwen3-moe-megatron",
+        f"{EXPERTS}--qk-layernorm ",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
+    ),
+}
+"""By the name of transformers: the map, Megatron-LM's arguments, and what the family's configuration has of its own."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_both_frameworks_compute_the_same(releases: Any, tmp_path: Path, family: str) -> None:
+    """Converted weights give the same logits; a step of Adam from the converted state gives the same moments."""
+    import transformers
+
+    names, arguments, own = FAMILIES[family]
+    saved, mapped = ([str(tmp_path / f"{kind} {number}") for number in (1, 2)] for kind in ("saved", "mapped"))
+    (told,) = releases["0.19.2"].run("family_jobs:trained", ranks=1, arguments=arguments, folders=saved)
+    for source, target in zip(saved, mapped, strict=True):
+        convert(source, target, to="zero1", dp=2, names=names)
+    shape = {"hidden_size": 16, "head_dim": 8, "intermediate_size": 24, "num_hidden_layers": 2, "rms_norm_eps": 1e-5}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False, "use_cache": False}
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=family_jobs.VOCABULARY, attn_implementation="eager", pad_token_id=None, **shape, **heads, **own
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    before, after = values(mapped[0]), values(mapped[1])
+    model.load_state_dict({name: held for (name, kind), held in before.items() if kind == "weight"})
+    with torch.no_grad():
+        logits = model(input_ids=family_jobs.batch(1)[:, :-1]).logits
+    assert torch.tensor(told["logits"]).sub(logits).abs().max() < 1e-5 * max(1.0, float(logits.abs().max()))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for name, live in model.named_parameters():
+        states = {kind: before[name, kind].clone() for kind in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[live] = {"step": torch.tensor(1.0), **states}
+    tokens = family_jobs.batch(2)
+    logits = model(input_ids=tokens[:, :-1]).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+    optimizer.step()
+    for name, live in model.named_parameters():
+        for kind in ("exp_avg", "exp_avg_sq"):
+            assert optimizer.state[live][kind].sub(after[name, kind]).abs().max() < 1e-6, (name, kind)
 
 
 def _means(ranks: list[dict[str, Any]]) -> dict[int, float]:

@@ -1,0 +1,55 @@
+"""A small model of a family, trained by Megatron-LM: its logits, and what it saves after each of two updates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+VOCABULARY, SEQUENCE = 64, 8
+RUN = (
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --normalization RMSNorm --norm-epsilon 1e-5"
+    " --position-embedding-type rope --no-rope-fusion --group-query-attention --num-query-groups 2 --num-layers 2"
+    f" --hidden-size 16 --kv-channels 8 --ffn-hidden-size 24 --vocab-size {VOCABULARY} --weight-decay 0 --clip-grad 0"
+    " --lr-decay-style constant --lr 1e-2 --min-lr 1e-2 --ckpt-format torch_dist --global-batch-size 1"
+    " --no-check-for-nan-in-loss-and-grad "
+)
+
+
+def batch(number: int) -> torch.Tensor:
+    """Tokens of three samples; the model is asked for each sample's next token but the last."""
+    return torch.randint(0, VOCABULARY, (3, SEQUENCE + 1), generator=torch.Generator().manual_seed(number))
+
+
+def trained(arguments: str, folders: list[str]) -> dict[str, Any]:
+    """Make an update and save into each folder in turn; the logits are those of what the first folder has."""
+    import format_jobs
+    import small_gpt
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.training import checkpointing, get_args
+
+    plain = gpt_layer_specs.get_gpt_layer_local_spec
+    gpt_layer_specs.get_gpt_layer_local_spec = lambda *given: plain(*given, qk_layernorm=get_args().qk_layernorm)
+    models, optimizer, scheduler = format_jobs._setup(RUN + arguments)
+    (model,), logits = models, None
+    positions = torch.arange(SEQUENCE).expand(3, -1)
+    mask = torch.ones(SEQUENCE, SEQUENCE).triu(1).bool()[None, None]
+    noise = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for one in model.parameters():  # norms and biases, too: one that is exchanged for another must show
+            one += 0.2 * torch.randn(one.shape, generator=noise)
+    for number, folder in enumerate(folders, 1):
+        tokens = batch(number).to(small_gpt.DEVICE)
+        model.zero_grad_buffer()
+        optimizer.zero_grad()
+        model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).mean().backward()
+        model.finish_grad_sync()
+        optimizer.step()
+        args = get_args()
+        args.save, args.iteration, args.use_dist_ckpt = folder, number, True
+        checkpointing.save_checkpoint(number, models, optimizer, scheduler, 0, checkpointing_context={})
+        if logits is None:
+            with torch.no_grad():
+                logits = model(tokens[:, :-1], positions, mask).cpu()
+    assert logits is not None
+    return {"logits": logits.tolist()}
