@@ -171,7 +171,7 @@ class ShapeMap:
         equations = self._equations(numbers, side, content, coming.names, faults)
         ties = {name: one for one in equations for name in one.names(side) if name in content.tied}
         equations = [one for one in equations if ties.keys().isdisjoint(one.names(side))]
-        faults += self._unlike(content, equations, side)
+        faults += self._unlike(content, equations, side, all_entries=not faults)
         if faults:
             return Mapped(content, layout, tuple(faults))
         return _Application(self, layout, content, equations, side).result(ties, coming.order)
@@ -191,7 +191,8 @@ class ShapeMap:
         model = told.get("model_type")
         if isinstance(model, str) and model in _OTHER_MODELS and "model_type" not in self.written_for:
             mend = f'take a map that was written for it: with "for": {{"model_type": "{model}"}}'
-            yield self._fault("model_type", f"is one of which {_OTHER_MODELS[model]}", "", model, mend)
+            what = f"is not what the map was written for: {_OTHER_MODELS[model]}"
+            yield self._fault("model_type", what, "", model, mend)
 
     def _contradictions(self, configurations: Sequence[tuple[str, Mapping[str, object]]]) -> Iterator[Fault]:
         """Yield a fault for each number that the map uses and to which two files give different values."""
@@ -287,8 +288,13 @@ class ShapeMap:
                         wrong.add(entry)
         return [one for one in found if not (one.optional and known.isdisjoint(one.names(side)))]
 
-    def _unlike(self, content: Content, equations: Sequence[Equation], side: int) -> Iterator[Fault]:
-        """Yield a fault for each name that only one side has, that is given twice, or whose shape differs."""
+    def _unlike(
+        self, content: Content, equations: Sequence[Equation], side: int, *, all_entries: bool
+    ) -> Iterator[Fault]:
+        """Yield a fault for each name that only one side has, that is given twice, or whose shape differs.
+
+        If an entry was refused (`all_entries` is false), its tensors are not said to be in no entry.
+        """
         saved, given = content.weights, dict[str, Shape | None]()
         for at in (side, 1 - side):
             seen = set[str]()
@@ -307,9 +313,10 @@ class ShapeMap:
                 yield self._fault(name, what, str([*shape]), str([*saved[name].shape]))
         forms = self._names(side)
         for name in sorted(saved.keys() - given):
-            if not self.same:
-                yield self._fault(name, "is in the source and not in the map", "every parameter", "no entry")
-            elif any(form.fullmatch(name) for form in forms):
+            if not any(form.fullmatch(name) for form in forms):
+                if not self.same:
+                    yield self._fault(name, "is in the source and not in the map", "every parameter", "no entry")
+            elif all_entries:
                 what = f"is a name of {self.sides[side]}, and no entry takes it: numbers of the map are others"
                 yield self._fault(name, f"{what}, or the tensor has two names", "an entry", "none")
         new = {name for equation in equations for name in equation.names(1 - side)}

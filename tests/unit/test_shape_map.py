@@ -304,6 +304,11 @@ def test_a_wrong_map_is_refused(case: str) -> None:
     assert why in refused(held, shapes)
 
 
+def test_the_tensors_of_a_refused_entry_are_not_said_to_be_in_no_entry() -> None:
+    held, shapes, _ = WRONG["a transposed part"]
+    assert refused(held, shapes).count("\n") == 0
+
+
 def test_what_is_joined_agrees() -> None:
     """Param groups, steps, and states; all that is wrong is told."""
     names = tuple(parts())

@@ -24,7 +24,7 @@ def batch(number: int) -> torch.Tensor:
 def trained(arguments: str, folders: list[str]) -> dict[str, Any]:
     """Make an update and save into each folder in turn; the logits are those of what the first folder has."""
     import format_jobs
-    import small_gpt
+    from devices import DEVICE
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.training import checkpointing, get_args
 
@@ -39,7 +39,7 @@ def trained(arguments: str, folders: list[str]) -> dict[str, Any]:
         for one in model.parameters():  # norms and biases, too: one that is exchanged for another must show
             one += 0.2 * torch.randn(one.shape, generator=noise)
     for number, folder in enumerate(folders, 1):
-        tokens = batch(number).to(small_gpt.DEVICE)
+        tokens = batch(number).to(DEVICE)
         model.zero_grad_buffer()
         optimizer.zero_grad()
         model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).mean().backward()
