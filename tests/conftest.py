@@ -31,7 +31,7 @@ _WORLDS = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", metavar="SEED", help="of a test with four slow cases or more run a third, drawn by SEED")
+    parser.addoption("--third", metavar="SEED", help="run a third of the cases of each large slow test, drawn by SEED")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
