@@ -24,25 +24,22 @@ _PLACE = re.compile(r"\{([^{}]+)\}")
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _KEYS = {"sides", "numbers", "indices", "entries", "for", "same", "about"}
 
+_INTERLEAVED = "rows of queries and keys are in the order of interleaved rotary embeddings"
+_MINUS_ONE = "weights of norms are stored minus one"
 OTHER_ROWS = {
-    "rotary_interleaved": "rows of queries and keys are in the order of interleaved rotary embeddings",
-    "rope_interleaved": "rows of queries and keys are in the order of interleaved rotary embeddings",
+    "rotary_interleaved": _INTERLEAVED,
+    "rope_interleaved": _INTERLEAVED,
     "attention_output_gate": "each group of heads has gates beside its queries",
     "moe_mlp_glu_interleave_size": "gate and up rows of experts take turns",
-    "apply_layernorm_1p": "weights of norms are stored minus one",
-    "layernorm_zero_centered_gamma": "weights of norms are stored minus one",
+    "apply_layernorm_1p": _MINUS_ONE,
+    "layernorm_zero_centered_gamma": _MINUS_ONE,
 }
 """Arguments that change the meaning of rows or values without changing a shape: a map has to name them in "for"."""
 
+_GEMMAS = ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma")
 _OTHER_MODELS = {
-    **dict.fromkeys(
-        ("gemma", "gemma2", "gemma3", "gemma3_text", "vaultgemma"), "weights of norms are stored minus one"
-    ),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text"), "weights of norms are stored minus one"),
-    **dict.fromkeys(
-        ("cohere", "cohere2", "ernie4_5", "helium"),
-        "rows of queries and keys are in the order of interleaved rotary embeddings",
-    ),
+    **dict.fromkeys((*_GEMMAS, "qwen3_next", "qwen3_5", "qwen3_5_text"), _MINUS_ONE),
+    **dict.fromkeys(("cohere", "cohere2", "ernie4_5", "helium"), _INTERLEAVED),
 }
 """Models of transformers, by `model_type`, whose tensors have Llama's names, and other values or rows."""
 
@@ -171,7 +168,7 @@ class ShapeMap:
         equations = self._equations(numbers, side, content, coming.names, faults)
         ties = {name: one for one in equations for name in one.names(side) if name in content.tied}
         equations = [one for one in equations if ties.keys().isdisjoint(one.names(side))]
-        faults += self._unlike(content, equations, side, all_entries=not faults)
+        faults += self._unlike(content, equations, side, not faults)
         if faults:
             return Mapped(content, layout, tuple(faults))
         return _Application(self, layout, content, equations, side).result(ties, coming.order)
@@ -288,9 +285,7 @@ class ShapeMap:
                         wrong.add(entry)
         return [one for one in found if not (one.optional and known.isdisjoint(one.names(side)))]
 
-    def _unlike(
-        self, content: Content, equations: Sequence[Equation], side: int, *, all_entries: bool
-    ) -> Iterator[Fault]:
+    def _unlike(self, content: Content, equations: Sequence[Equation], side: int, all_entries: bool) -> Iterator[Fault]:
         """Yield a fault for each name that only one side has, that is given twice, or whose shape differs.
 
         If an entry was refused (`all_entries` is false), its tensors are not said to be in no entry.
