@@ -54,7 +54,6 @@ _OF_MEGATRON = {
 }
 """Arguments of Megatron-LM, by the names that transformers' `config.json` has for them."""
 
-
 _MOST = 1_000_000
 """More layers or experts than any model has."""
 
@@ -290,15 +289,14 @@ class ShapeMap:
 
         If an entry was refused (`all_entries` is false), its tensors are not said to be in no entry.
         """
-        saved, given = content.weights, dict[str, Shape | None]()
+        saved = content.weights
         for at in (side, 1 - side):
             seen = set[str]()
             for name in (name for equation in equations for name in equation.names(at)):
                 if name in seen:
                     yield self._fault(name, f"is given twice in the map, among the names of {self.sides[at]}", "once")
                 seen.add(name)
-        for equation in equations:
-            given |= equation.shapes(side)
+        given = {name: shape for equation in equations for name, shape in equation.shapes(side).items()}
         for name, shape in given.items():
             if name not in saved:
                 what = "is in the map, and not in the source"
