@@ -10,6 +10,8 @@ from hashlib import blake2b
 from ds_reshard.model.context_value import context_value
 
 _DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
+MAP_OF_NAMES = 'the map of "names"'
+"""In place of a path: what a map makes of a checkpoint's names, wherever each rank has the map from."""
 
 
 @contextmanager
@@ -27,6 +29,12 @@ def digests() -> Iterator[dict[str, bytes]]:
 def asked() -> dict[str, bytes] | None:
     """Where digests are put, or None where nobody has asked for any."""
     return _DIGESTS.get()
+
+
+def note_names(*parts: object) -> None:
+    """Put a digest of what a map makes of a checkpoint's names beside those of files, if anybody has asked for them."""
+    if (found := asked()) is not None:
+        found[MAP_OF_NAMES] = digest(*parts)
 
 
 def digest(*parts: object) -> bytes:

@@ -12,6 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TypeGuard
 
+from ds_reshard.containers.digests import note_names
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, error_of, raise_faults
 from ds_reshard.model.content import Content, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
@@ -125,7 +126,9 @@ class NameMap:
 
     def apply(self, content: Content, layout: Layout, coming: Coming) -> Mapped:
         """Return the content under its new names; the places of its tensors stay what they are."""
-        moved = {name for name, others in self.of(content).items() if others[0] != name}
+        new_names = self.of(content)
+        note_names([*new_names.items()])
+        moved = {name for name, others in new_names.items() if others[0] != name}
         faults = (*self.faults(content), *nested_faults(content, moved, self.path))
         return Mapped(self.applied(content), layout, faults)
 

@@ -11,7 +11,7 @@ from hashlib import blake2b
 from operator import xor
 from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
-from ds_reshard.containers.digests import digest, digests
+from ds_reshard.containers.digests import MAP_OF_NAMES, digest, digests
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -177,8 +177,13 @@ def file_faults(read: Iterable[Mapping[str, bytes]]) -> list[Fault]:
     faults = []
     for number, rank_digests in enumerate(read):
         for path, file_digest in rank_digests.items():
-            if first.setdefault(path, file_digest) != file_digest:
-                what, found = "ranks see different files of this name", f"another on rank {number}"
+            if first.setdefault(path, file_digest) == file_digest:
+                continue
+            what, found = "ranks see different files of this name", f"another on rank {number}"
+            if path == MAP_OF_NAMES:
+                what, mend = "ranks have different maps of names", "give every rank the same map"
+                faults.append(ConfigError.fault(path, what, "one", found, mend=mend))
+            else:
                 faults.append(CheckpointDamaged.fault(path, what, "one", found, mend=SEEN_BY_ALL))
     return faults
 

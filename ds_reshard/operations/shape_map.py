@@ -13,6 +13,7 @@ from math import prod
 from typing import NamedTuple
 
 from ds_reshard.containers import folders
+from ds_reshard.containers.digests import note_names
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ReshardError, raise_faults
 from ds_reshard.model.content import WEIGHT, Content, TensorSource, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical, describe
@@ -165,6 +166,7 @@ class ShapeMap:
         if faults:
             return Mapped(content, layout, tuple(faults))
         equations = self._equations(numbers, side, content, coming.names, faults)
+        note_names(side, self.same, equations)
         ties = {name: one for one in equations for name in one.names(side) if name in content.tied}
         equations = [one for one in equations if ties.keys().isdisjoint(one.names(side))]
         faults += self._unlike(content, equations, side, not faults)

@@ -21,6 +21,7 @@ from test_plan import SOME, Arrangement, Checkpoint
 import ds_reshard
 from ds_reshard.cli.main import main
 from ds_reshard.containers.crc import crc32
+from ds_reshard.containers.digests import MAP_OF_NAMES, digests
 from ds_reshard.errors import ConfigError, ReshardError
 from ds_reshard.execution.buffers import TensorTarget, torch_dtype
 from ds_reshard.execution.threads import ThreadExecutor
@@ -643,6 +644,25 @@ def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model_config.json").write_text('{"rope_interleaved": tr', encoding="utf-8")
     with pytest.raises(ConfigError, match="may tell how rows are arranged"):
         read_name_map("llama-megatron").apply(replace(content, folder=str(tmp_path)), layout, Coming())
+
+
+def test_ranks_compare_what_a_map_has_become() -> None:
+    """A map with other numbers has another digest, wherever they are from: so ranks with two maps refuse the load."""
+    shapes = megatron()
+    layout = Arrangement(groups=((*shapes,),), rule="flat", dp=1, kinds=KINDS).layout(shapes)
+    content = content_of(layout, ((*shapes,),))
+
+    def seen(held: dict[str, Any], **told: int) -> bytes:
+        with digests() as found:
+            mapped = read_name_map(held).apply(content, layout, Coming((), (("config.json", told),)))
+        assert mapped.faults == ()
+        return found[MAP_OF_NAMES]
+
+    numbers = {name: value for name, value in LLAMA["numbers"].items() if name not in "gd"}
+    other = {**LLAMA, "numbers": {**numbers, "g": 1, "d": 4}}
+    assert seen(LLAMA) == seen({**LLAMA, "numbers": {**LLAMA["numbers"], "unused": 3}}) != seen(other)
+    assert seen({**LLAMA, "numbers": numbers}, g=2, d=2) == seen(LLAMA)
+    assert seen({**LLAMA, "numbers": numbers}, g=1, d=4) == seen(other)
 
 
 def test_a_map_that_names_itself_is_refused(tmp_path: Path) -> None:

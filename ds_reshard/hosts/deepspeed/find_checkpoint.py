@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digest, digests
+from ds_reshard.containers.digests import MAP_OF_NAMES, digest, digests, note_names
 from ds_reshard.containers.pickle_rules import ALLOW_ALL, in_force, rules_in_force
 from ds_reshard.containers.remote import is_url
 from ds_reshard.containers.torch_zip import digest_of
@@ -179,6 +179,7 @@ def look(
         if listing.universal:  # made of as many files as there are tensors: one rank reads them
             checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
             prints = {path: digest for path, digest in prints.items() if not is_state_file(path, folder)}
+            del prints[MAP_OF_NAMES]  # a universal folder that would be renamed is refused
             return Found(tag=str(tag), checkpoint=checkpoint, universal=True, prints=prints)
         checkpoint, prints = read_heads(listing, optimizer=optimizer, row=row)
         return Found(tag=str(tag), checkpoint=checkpoint, listing=listing, prints=prints)
@@ -241,8 +242,12 @@ def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Fou
 
 
 def read_heads(listing: Listing, *, optimizer: bool, row: TpRank) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
-    """What all shards share, and a digest of each file that every rank reads it from, by its path."""
+    """What all shards share, and a digest of each file that every rank reads it from, by its path.
+
+    Ranks that rename nothing have one digest of their maps of names, whether they have a map or not.
+    """
     with digests() as found:
+        note_names([])
         checkpoint = open_checkpoint(listing, optimizer=optimizer, tp=row)
     known = set(map(listing.path, listing.cache))
     return checkpoint, {path: content for path, content in found.items() if path not in known}

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
+from ds_reshard.containers.digests import note_names
 from ds_reshard.errors import ConfigError, ModelMismatch
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, is_placeholder
 from ds_reshard.formats.zero.model_states import ModelStates
@@ -126,6 +127,7 @@ class Renaming:
             what = "is of pipeline, tensor or expert parallelism, or universal, and is not renamed while it is loaded"
             mend = "ds-reshard convert with --names, and load what it writes"
             raise ConfigError.of(model.path, what, mend=mend)  # an unsupported universal folder is left to DeepSpeed
+        note_names(sorted(new_names.items()))
         return model.with_names(new_names)
 
     def _changed_names(self, model: ModelStates, saved_names: list[str]) -> Mapping[str, str]:

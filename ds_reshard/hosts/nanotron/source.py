@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digest
+from ds_reshard.containers.digests import digest, note_names
 from ds_reshard.containers.remote import is_url, natural
 from ds_reshard.errors import (
     CheckpointDamaged,
@@ -187,6 +187,7 @@ def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True)
     checkpoint, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
     content, layout = checkpoint.content(), checkpoint.layout
     faults = list(checkpoint.index.faults)
+    note_names()
     if path is not None:
         content, layout, found_faults = read_name_map(path).apply(content, layout, Coming())
         faults += found_faults

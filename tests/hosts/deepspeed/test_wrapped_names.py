@@ -130,6 +130,54 @@ def test_names_that_the_run_has_are_not_exchanged_in_silence(
     assert told.get("error") == "ConfigError" and "exchanges or shifts names of this run" in told["text"], told
 
 
+TWO_MAPS = [
+    ("in the JSON", Run(0, 2), {}),
+    ("in the JSON", Run(3, 2), {}),
+    ("by path", Run(1, 2), {}),
+    ("by path", Run(2, 2), LOOSE),
+    ("one by path", Run(2, 2), {}),
+    ("one by path", Run(3, 2), LOOSE),
+]
+
+
+@pytest.mark.parametrize(("form", "target", "arguments"), TWO_MAPS, ids=str)
+def test_ranks_with_two_maps_load_nothing(
+    worlds: Any, tmp_path: Path, form: str, target: Run, arguments: dict[str, bool]
+) -> None:
+    """One of them exchanges parameters of one shape; each rank alone would load. Two forms of one map are one."""
+    worlds[1].run("wrapped_jobs.save", run=Run(target.stage, 1), wrapper="held", folder=str(tmp_path / "ckpt"))
+    names = ["first.weight", "first.bias", "second.weight", "second.bias"]
+    line = {f"module.{name}": name for name in names}
+    other = dict(zip(line, names[2:] + names[:2], strict=True))
+    paths = [tmp_path / "one.json", tmp_path / "two.json"]
+    asked = {"run": target, "wrapper": "plain", "folder": str(tmp_path / "ckpt"), **arguments}
+    for maps in ([line, other], [line, {}], [{}, line], [line, line]):
+        for path, held in zip(paths, maps, strict=True):
+            path.write_text(json.dumps(held))
+        given = {"in the JSON": maps, "by path": list(map(str, paths)), "one by path": [maps[0], str(paths[1])]}
+        told = worlds[2].run("wrapped_jobs.load", names=given[form], **asked)
+        if maps[0] == maps[1]:
+            assert not [one for one in told if "error" in one], told
+            continue
+        error = "ConfigError" if all(maps) else "ModelMismatch"
+        assert {one.get("error") for one in told} == {error}, told
+        assert len({one["text"] for one in told}) == 1
+        assert not all(maps) or "ranks have different maps of names" in told[0]["text"]
+
+
+def test_a_rank_without_the_map_of_another_loads_nothing(worlds: Any, tmp_path: Path) -> None:
+    """Where it would leave out what the other renames, with a warning."""
+    worlds[1].run("wrapped_jobs.save", run=Run(1, 1), wrapper="half", folder=str(tmp_path))
+    asked = {"run": Run(1, 2), "wrapper": "plain", "folder": str(tmp_path), **LOOSE}
+    line = {"second._orig_mod.(.+)": "second.{1}"}
+    for maps in ([line, None], [None, line]):
+        told = worlds[2].run("wrapped_jobs.load", names=maps, **asked)
+        assert {one.get("error") for one in told} == {"ConfigError"}, told
+        assert len({one["text"] for one in told}) == 1 and "ranks have different maps of names" in told[0]["text"]
+    for one in worlds[2].run("wrapped_jobs.load", names=[None, {"no such": "name"}], **asked):
+        assert "error" not in one, one
+
+
 @pytest.mark.parametrize(("stage", "target"), [(0, 0), (2, 1), (3, 3)])
 def test_frozen_names_are_renamed_where_trained_ones_stay(worlds: Any, tmp_path: Path, stage: int, target: int) -> None:
     """As PEFT's `base_layer`, which older releases left out."""

@@ -125,9 +125,13 @@ def save(run: Run, wrapper: str, folder: str) -> dict[str, Any]:
 
 
 def load(run: Run, wrapper: str, folder: str, names: Any, again: str = "", **arguments: Any) -> dict[str, Any]:
-    """What the engine holds after a load, after a save and a load `again`; or the error."""
+    """What the engine holds after a load, after a save and a load `again`; or the error.
+
+    `names` is a map of names or the path of one, or a list of each rank's own.
+    """
     import ds_reshard
 
+    names = names[torch.distributed.get_rank()] if isinstance(names, list) else names
     run = Run(run.stage, run.dp, run.dtype, run.options, {**run.config, "ds_reshard": {"names": names}})
     engine = _build(run, wrapper, 99)
     try:

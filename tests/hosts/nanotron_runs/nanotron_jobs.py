@@ -411,7 +411,7 @@ def copies() -> str:
 def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
     """What the trainer has after it was given a folder of any format: differences of weights and states, or the error.
 
-    `names` is a map of names, `stages` the data stages of its configuration.
+    `names` is the path of a map of names, or each rank's own; `stages` are the data stages of its configuration.
     """
     from nanotron.trainer import DistributedTrainer
 
@@ -424,7 +424,8 @@ def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed
     config.model, config.data_stages = model, changed.get("stages", [])
     config.build_optimizer = lambda: build(run, context, model=model)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
-    ask_names(changed.get("names"))
+    names = changed.get("names")
+    ask_names(names[dist.get_rank()] if isinstance(names, list) else names)
     try:
         with hooked(policy):
             trainer = DistributedTrainer(config)

@@ -128,6 +128,27 @@ def test_names_of_another_framework(folders: Any, worlds: Any, tmp_path: Path) -
     assert len({one["text"] for one in refused}) == 1 and "DS_RESHARD_SETTINGS" in refused[0]["text"]
 
 
+@pytest.mark.parametrize("on_nodes", [True, False], ids=["one path on two nodes", "two paths"])
+def test_ranks_with_two_maps_of_names_load_nothing(on_nodes: bool, folders: Any, worlds: Any, tmp_path: Path) -> None:
+    """Two weights of one shape are exchanged in the map of one rank, so that each rank alone would load."""
+    names = {name: name for name, kind in values(Run()) if kind == "weight"}
+    first, second = "blocks.0.pp_block.qkv.weight", "blocks.1.pp_block.qkv.weight"
+    maps = [names, {**names, first: second, second: first}]
+    nodes = [tmp_path / f"node{rank}" for rank in range(2)]
+    for node, held in zip(nodes, maps, strict=True):
+        node.mkdir()
+        (node / "map.json").write_text(json.dumps(held))
+    paths = [str(node / "map.json") for node in nodes]
+    asked = {"nodes": list(map(str, nodes)), "names": "map.json"} if on_nodes else {"names": paths}
+    for two in [asked] if on_nodes else [asked, {"names": [None, paths[1]]}, {"names": [paths[1], None]}]:
+        told = given(worlds, Run(dp=2), folders("dcp"), **two)
+        assert {one.get("error") for one in told} == {"ConfigError"} and all(one["unchanged"] for one in told), told
+        assert len({one["text"] for one in told}) == 1 and "ranks have different maps of names" in told[0]["text"]
+    Path(paths[1]).write_text(json.dumps(names, indent=1))
+    for one in given(worlds, Run(dp=2), folders("dcp"), **asked):
+        assert (one.get("weights"), one.get("states")) == ([], []), one
+
+
 def test_a_tag_that_is_not_there_is_refused(worlds: Any, tmp_path: Path) -> None:
     """nanotron alone finds nothing of its own there, and begins anew."""
     (tmp_path / "latest").write_text("global_step8")
