@@ -577,7 +577,7 @@ def _masters_left(engine: DeepSpeedEngine, *, loaded: bool) -> str:
     live = live_optimizer(engine, grid)
     beside = _weights_beside(engine, live, grid) if live is not None else ()
     compared = [
-        (masters.detach().reshape(-1)[::step], weights.detach().reshape(-1)[::step])
+        (masters.detach().reshape(-1)[::step].contiguous(), weights.detach().reshape(-1)[::step].contiguous())
         for masters, weights in zip(masters_of(engine), beside, strict=True)
         if weights is not None and weights.numel() == masters.numel()
         for step in (masters.numel() // _SAMPLED_NUMEL + 1,)

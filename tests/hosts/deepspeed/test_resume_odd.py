@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from cases import Model, Run
 from gathered import same_bits
 from resume_jobs import Setup
@@ -281,6 +282,26 @@ def test_rows_tell_the_engine_and_not_the_request(worlds: Any, kept: Any, now: R
     assert (anew["fp32 masters"]["used"], anew["moments"]["used"]) == ("from weights", "checkpoint")
     alone = rows(now, arguments={"load_optimizer_states": False})
     assert {alone[name]["checkpoint"] for name in ("fp32 masters", "moments")} <= {"saved", "not opened"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_large_masters_are_compared_with_weights_at_places(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Of a flat buffer of more than 32,768 elements some are compared, in any type of the weights."""
+    from ds_reshard.hosts.deepspeed import move
+
+    masters = torch.randn(1 << 17, generator=torch.Generator().manual_seed(0))
+    weights = masters.to(dtype, copy=True)
+    for name, value in {
+        "live_grid": None,
+        "live_optimizer": "any",
+        "masters_of": [masters],
+        "_weights_beside": [weights],
+    }.items():
+        monkeypatch.setattr(move, name, lambda *_, value=value: value)
+    engine: Any = None
+    assert move._masters_left(engine, loaded=True) == "checkpoint"
+    weights[: 1 << 10] += 1
+    assert move._masters_left(engine, loaded=True) == "not those of the weights"
 
 
 @pytest.mark.parametrize("now", [Run(2, 2), Run(1, 1)], ids=["unchanged", "resharded"])
