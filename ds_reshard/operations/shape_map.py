@@ -214,9 +214,14 @@ class ShapeMap:
                 what = "is another number in the checkpoint or the run than in the map"
                 faults.append(self._fault(name, what, str(given), str(found[name])))
         found = _completed(found)
-        expressions = {name: given for name, given in self.numbers.items() if isinstance(given, str)}
+        choices = {name: given.split(" | ") for name, given in self.numbers.items() if isinstance(given, str)}
+        known = found.keys() | choices.keys()
+        expressions = {
+            name: next((one for one in texts if known.issuperset(_WORD.findall(one))), texts[0])
+            for name, texts in choices.items()
+        }
         words = (word for given in expressions.values() for word in _WORD.findall(given))
-        if lacking := [word for word in dict.fromkeys(words) if word not in found and word not in expressions]:
+        if lacking := [word for word in dict.fromkeys(words) if word not in known]:
             form = json.dumps({"map": self.path, "numbers": dict.fromkeys(lacking, 0)}).replace(": 0", ": ...")
             what = f"needs numbers of the model that no file tells: {', '.join(lacking)}"
             faults.append(ConfigError.fault(self.path, what, mend=f"give them: names that are {form}"))

@@ -305,6 +305,14 @@ def test_a_wrong_map_is_refused(case: str) -> None:
     assert why in refused(held, shapes)
 
 
+def test_of_two_expressions_the_one_whose_names_are_known_is_taken() -> None:
+    held = changed(EXPERTS, numbers={"e": 3, "f": "width | 6 / e", "h": 4})
+    assert refused(held, parts()) == ""
+    held = changed(EXPERTS, numbers={"e": 3, "f": "6 / e | width", "h": 4, "width": 9})
+    assert refused(held, parts()) == ""
+    assert "no file tells: width" in refused(changed(EXPERTS, numbers={"e": 3, "f": "width | depth", "h": 4}), parts())
+
+
 def test_the_tensors_of_a_refused_entry_are_not_said_to_be_in_no_entry() -> None:
     held, shapes, _ = WRONG["a transposed part"]
     assert refused(held, shapes).count("\n") == 0
