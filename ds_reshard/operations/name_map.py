@@ -38,7 +38,7 @@ class NameMap:
     digest: str
 
     def faults(self, content: Content) -> Iterator[Fault]:
-        """Names that the source has not, or has and the map has not, and names that several parameters would have."""
+        """Names that the source has not, or has and the map has not, and new names that several tensors would have."""
         known, given = set(content.weights), self.of(content)
         yield from self._unmatched(content)
         for name in sorted(set(given) - known):
@@ -56,6 +56,11 @@ class NameMap:
         for other, names in givers.items():
             if len(names) > 1:
                 yield self._fault(other, "is the name of several parameters in the map", "one", ", ".join(names))
+        staying = [key for key in content.tensors if key.name not in known]
+        for key in staying:  # a state of this name is no second tensor of a weight that has no states
+            if taken := [name for name in givers.get(key.name, ()) if key._replace(name=name) in content.tensors]:
+                what = "is a new name by the map, and that of a tensor that stays"
+                yield self._fault(str(key), what, "one tensor", f"two, one of them {', '.join(taken)} by the map")
 
     def _fault(self, where: str, what: str, expected: str, found: str) -> Fault:
         return ModelMismatch.fault(where, what, expected, found, mend=f"correct {self.path}")
@@ -136,7 +141,7 @@ class NameMap:
         """The content under its new names, in the map's order; a name that is not in the map, or is taken, stays."""
         new: dict[str, str] = {}
         tied: dict[str, str] = {}
-        taken: set[str] = set()
+        taken = set(content.extra_tensors)
         held, given = content.weights, self.of(content)
         for name in [*(name for name in given if name in held), *(name for name in held if name not in given)]:
             others = [other for other in given.get(name, (name,)) if other not in taken] or [name]

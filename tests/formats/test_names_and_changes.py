@@ -13,8 +13,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
-from ds_reshard.errors import CheckpointDamaged, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, ModelMismatch, UnsupportedLayout
+from ds_reshard.hosts.deepspeed.foreign import read_foreign
 from ds_reshard.operations import Options, convert, diff
+from ds_reshard.operations.name_map import read_name_map
+from ds_reshard.operations.shape_map import Coming
+from ds_reshard.operations.source import find_listing
 
 pytestmark = pytest.mark.slow
 ONE_THREAD = Options(threads=1, memory_nbytes=1 << 20)
@@ -139,6 +143,26 @@ def test_a_map_that_leaves_out_a_tied_name_says_so(tmp_path: Path) -> None:
         "left out: 2.weight, in the source another name of 0.weight, which the map calls new.0.weight alone"
         in made.notes
     )
+
+
+def test_no_map_gives_a_parameter_the_name_of_a_tensor_outside_the_model(tmp_path: Path) -> None:
+    """As a state of random numbers beside the model: it would take the parameter's place, in a load too."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    stepped(model, optimizer)
+    weights, states = get_state_dict(model, optimizer)
+    folder, path = tmp_path / "saved", tmp_path / "map.json"
+    dcp.save({"model": weights, "optimizer": states, "rng": torch.arange(6.0).view(2, 3)}, checkpoint_id=str(folder))
+    for others in ("rng", ["kernel", "rng"]):
+        path.write_text(json.dumps({"weight": others, "bias": "bias"}))
+        message = r"(?s)rng\[weight\]: is a new name by the map, and that of a tensor that stays.*map.json"
+        for to in ("safetensors", "zero1"):
+            with pytest.raises(ModelMismatch, match=message):
+                convert(str(folder), str(tmp_path / to), to=to, names=str(path), **({"dp": 1} if to == "zero1" else {}))
+            assert not (tmp_path / to).exists()
+        run = Coming({"rng", "kernel", "bias"})
+        with pytest.raises(ModelMismatch, match=message):
+            read_foreign(find_listing(str(folder), None), optimizer=True, names=read_name_map(str(path)), run=run)
 
 
 @pytest.mark.parametrize("how", ["in place", "renamed over"])
