@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from ds_reshard.formats.zero.door import OpenedZero
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.reader import merge_orders
-from ds_reshard.hosts.deepspeed.move import adopt
+from ds_reshard.hosts.deepspeed.move import _shares_bytes, adopt
 from ds_reshard.hosts.deepspeed.prepare import SavedGroups
 from ds_reshard.model.content import Content, TensorSource
 from ds_reshard.model.facts import GroupFacts
@@ -134,6 +135,25 @@ def test_what_was_read_is_dealt_out_to_buffers_in_one_look() -> None:
         number: {"exp_avg": [number, number]} for number in range(_MANY)
     }
     assert tensors.walks == 1
+
+
+def test_tensors_of_two_files_have_no_byte_in_common() -> None:
+    """Wherever they lie in them, as of experts and layers: two more collectives are for tensors of one file."""
+
+    def shared(*places: tuple[str, int]) -> bool:
+        module, wanted, layout = dict[str, Any](), dict[int, TensorKey](), dict[TensorKey, Any]()
+        for number, (path, byte_offset) in enumerate(places):
+            record = new_tensor(f"module/{number}", (2, 2), ElementType.BFLOAT16)
+            storage = replace(record.storage, path=path, byte_offset=byte_offset)
+            module[str(number)], wanted[number] = replace(record, storage=storage), TensorKey(str(number), "weight")
+            layout[wanted[number]] = SimpleNamespace(buffer=f"module/{number}")
+        model = SimpleNamespace(module=module)
+        checkpoint = SimpleNamespace(model=model, layout=layout, stages=(), tp_models=())
+        wants = SimpleNamespace(wholes=set(), divided={}, sources=wanted)
+        return _shares_bytes(SimpleNamespace(checkpoint=checkpoint, wants=wants))  # type: ignore[arg-type]
+
+    assert shared(("one", 64), ("one", 70)) and shared(("one", 64), ("two", 0), ("one", 64))
+    assert not shared(("one", 64), ("one", 72)) and not shared(("one", 64), ("two", 64), ("three", 68))
 
 
 def test_the_orders_of_ranks_are_merged_by_hash() -> None:

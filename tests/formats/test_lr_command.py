@@ -87,6 +87,15 @@ def test_what_is_not_known_is_status_1(capsys: pytest.CaptureFixture[str], save:
     assert status == 1 and all(curve["rates"] == [] for curve in told["curves"].values())
 
 
+def test_a_section_that_acts_with_the_hooks_alone_is_told(save: Any, config: Any) -> None:
+    """Nothing of it holds in a run without them, and DeepSpeed says nothing; without a section there is no note."""
+    folder = save(STATE, {"scheduler": SCHEDULE})
+    for section, told in (({"resume": {"scheduler": "override"}}, True), ({"trust": []}, False), ({}, False)):
+        notes = coming_run(folder, config({**NEW, "ds_reshard": section})).notes
+        assert any("acts only in a run with the hooks" in note for note in notes) == told
+        assert any("the resume section of this JSON asks for" in note for note in notes) == told
+
+
 def test_the_position_is_of_updates_where_no_scheduler_counts(save: Any, config: Any) -> None:
     """Steps that overflowed were no updates."""
     assert coming_run(save(skipped_steps=2), config()).position == 3
