@@ -47,7 +47,7 @@ class SavedValues:
     """
 
     where: str
-    stage: int = 0
+    stage: int | str = 0
     dp: int = 1
     sp: int = 1
     groups: Mapping[int, Mapping[str, object]] = field(default_factory=dict)

@@ -174,7 +174,7 @@ class AnyCheckpoint:
         return self.optim.stage if self.optim else 1
 
     @property
-    def displayed_stage(self) -> int:
+    def displayed_stage(self) -> int | str:
         """Return the stage for messages: if no optimizer file was opened, the saved JSON tells stage 2 from stage 1."""
         stage = section(self.model.config, "zero_optimization").get("stage")
         unread = self.optim is None or self.universal is not None

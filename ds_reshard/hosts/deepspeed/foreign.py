@@ -10,6 +10,7 @@ from typing import NamedTuple
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint
 from ds_reshard.formats.zero.content import optimizer_faults
+from ds_reshard.formats.zero.door import OpenedZero
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.formats.zero.target import Saving
@@ -28,9 +29,17 @@ logger = logging.getLogger("ds_reshard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForeignCheckpoint(AnyCheckpoint):
-    """A checkpoint of another format, with or without its `optimizer`; rank 0 makes it and broadcasts it."""
+    """A checkpoint of another format, with or without its `optimizer`; rank 0 makes it and broadcasts it.
+
+    `saved_stage` is the name of the format, and of DeepSpeed's own folders under other names the ZeRO stage.
+    """
 
     optimizer: bool
+    saved_stage: int | str
+
+    @property
+    def displayed_stage(self) -> int | str:
+        return self.saved_stage
 
     def open(self) -> Shards:
         """Open the files on this rank; tensors have the names of this run."""
@@ -93,7 +102,10 @@ def read_foreign(
     listing = Listing(folder=content.folder, nbytes=source.files)
     layout, facts = layout_of(content, places), content.facts
     facts = facts and replace(facts, groups=Saving(content=content).groups)
-    return ForeignCheckpoint(listing=listing, model=model_of(content), layout=layout, facts=facts, optimizer=optimizer)
+    stage = source.zero.displayed_stage if isinstance(source, OpenedZero) else found.format.name
+    return ForeignCheckpoint(
+        listing=listing, model=model_of(content), layout=layout, facts=facts, optimizer=optimizer, saved_stage=stage
+    )
 
 
 def model_of(content: Content) -> ModelStates:

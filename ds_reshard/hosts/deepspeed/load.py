@@ -617,8 +617,9 @@ def _log(prepared: Prepared, moved: Moved, seconds: float) -> None:
     if not rank():
         universal = "universal, of " if prepared.checkpoint.listing.universal else ""
         stage = prepared.checkpoint.displayed_stage
+        source = f"{universal}ZeRO {stage}" if isinstance(stage, int) else stage
         say(
-            f"loaded {prepared.checkpoint.listing.folder} ({universal}ZeRO {stage}, {saved}) as "
+            f"loaded {prepared.checkpoint.listing.folder} ({source}, {saved}) as "
             f"ZeRO {live.stage if live else 0}, dp={live.dp if live else 1}; "
             f"rank 0 read {moved.bytes_read / 2**20:.1f} MiB from {len(moved.files)} files in {seconds:.2f} s"
         )

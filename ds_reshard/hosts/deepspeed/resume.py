@@ -517,7 +517,7 @@ def read_saved(checkpoint: AnyCheckpoint, groups: SavedGroups, settings: Setting
 
 
 def _saved_values(
-    entries: Mapping[str, object], settings: Settings, *, where: str, stage: int, scheduler: bool
+    entries: Mapping[str, object], settings: Settings, *, where: str, stage: int | str, scheduler: bool
 ) -> SavedValues:
     """Return the saved values in the entries of a model file."""
     names = ("ds_config", "lr_scheduler") if scheduler else ("ds_config",)

@@ -168,6 +168,7 @@ def test_an_optimizer_without_names_decides_no_load_of_weights_alone(
         assert told.faults == () and told.report is not None
         rows = [told.report[name] for name in ("fp32 masters", "moments")]
         assert [(row.checkpoint, row.used) for row in rows] == [(there, "from weights"), (there, "anew")]
+        assert told.report["stage and dp"].checkpoint == ("plain PyTorch", 1), "and not a stage of ZeRO"
         (folder / "optimizer.pt").unlink(missing_ok=True)
 
 
