@@ -403,6 +403,7 @@ FOLLOWED = {
     "torch's own load": (
         "hosts/deepspeed/test_wrapped_names.py::test_torchs_own_load_that_finds_nothing_is_mended_by_its_lines"
     ),
+    "two maps of names": "hosts/deepspeed/test_wrapped_names.py::test_ranks_with_two_maps_load_nothing",
     "the base of an adapter": (
         "hosts/deepspeed/test_wrapped_names.py::test_a_base_is_loaded_for_what_is_new_by_the_lines_of_the_error"
     ),

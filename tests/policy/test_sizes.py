@@ -45,7 +45,7 @@ BUDGETS = {
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8199),
     "operations": (("operations",), 6373),
-    "hosts/deepspeed": (("hosts/deepspeed",), 7404),
+    "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11669),
     "resume, hooks, cli, testing, top": ((".",), 7295),
 }

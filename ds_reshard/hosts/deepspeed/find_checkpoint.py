@@ -161,7 +161,7 @@ def look(
         other = None if universal else _of_another_format(load_dir, tag, own=own)
         foreign = read_foreign(other, optimizer=optimizer, names=names_map, run=run) if other is not None else None
         if other is not None and foreign is not None:
-            return Found(tag=other.listing.tag, checkpoint=foreign)
+            return Found(tag=other.listing.tag, checkpoint=foreign, prints=given_map(names))
         if tag is None:
             tag = latest_tag(load_dir, *tag_files(universal=universal))
             if tag == "" or (tag is None and is_url(load_dir)):
@@ -213,6 +213,11 @@ def look_too(found: Found, *, optimizer: bool, row: TpRank = SINGLE_TP_RANK) -> 
             faults = every_untrusted(faults, found.listing.folder)
         return replace(found, faults=tuple(faults), sizes=_sizes(found.listing))
     return replace(found, checkpoint=checkpoint, prints=prints)
+
+
+def given_map(names: str | Mapping[str, object] | None) -> Mapping[str, bytes]:
+    """A digest of the map of names that a rank was given; rank 0 alone applies it to a folder of another format."""
+    return {MAP_OF_NAMES: digest(read_name_map(names).digest if names is not None else "none")}
 
 
 def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Found:

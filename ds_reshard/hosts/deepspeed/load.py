@@ -68,6 +68,7 @@ from ds_reshard.hosts.deepspeed.entries import (
 from ds_reshard.hosts.deepspeed.find_checkpoint import (
     Found,
     deepspeeds_file,
+    given_map,
     latest_tag,
     look,
     look_aside,
@@ -76,6 +77,7 @@ from ds_reshard.hosts.deepspeed.find_checkpoint import (
     other_folder,
     refuse_unsafe_files,
 )
+from ds_reshard.hosts.deepspeed.foreign import ForeignCheckpoint
 from ds_reshard.hosts.deepspeed.load_targets import state_faults
 from ds_reshard.hosts.deepspeed.move import Moved, divided_names, master_faults, move, unproved
 from ds_reshard.hosts.deepspeed.prepare import Prepared, SavedGroups, live_model, model_faults, prepare, same_layout
@@ -87,7 +89,7 @@ from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.operations.load import ReadinessReport, load
 from ds_reshard.operations.pickles import scan_files
-from ds_reshard.operations.ranks import Steps, gather, rank, run_on_all
+from ds_reshard.operations.ranks import Steps, attempt, gather, rank, run_on_all
 from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.watching import asked, phase, watched
 from ds_reshard.resume.policy import ResumePolicy
@@ -204,6 +206,9 @@ class DeepSpeedLoad:
         if found.faults:
             return found
         run = self.run
+        if isinstance(found.checkpoint, ForeignCheckpoint):
+            own, _, _ = attempt(lambda: given_map(self.settings.names))  # the file may lie where rank 0 runs alone
+            return replace(found, prints={**found.prints, **(own or {})})
         if run is not None and (found.listing is not None or found.universal):
             optimizer, listing = self._reads_optimizer(found), found.listing
             if listing is not None:

@@ -14,6 +14,7 @@ from cases import Run
 from safetensors.torch import load_file
 
 from ds_reshard.cli.main import main
+from ds_reshard.operations import convert
 from ds_reshard.operations.wrapper_names import patterns
 
 pytestmark = pytest.mark.distributed
@@ -163,6 +164,27 @@ def test_ranks_with_two_maps_load_nothing(
         assert {one.get("error") for one in told} == {error}, told
         assert len({one["text"] for one in told}) == 1
         assert not all(maps) or "ranks have different maps of names" in told[0]["text"]
+
+
+def test_ranks_with_two_maps_load_nothing_of_another_format(worlds: Any, tmp_path: Path) -> None:
+    """Rank 0 reads that folder, and its map: a rank with another one, or with none, did not get what it had asked for.
+
+    A file of the first node alone is enough.
+    """
+    worlds[1].run("wrapped_jobs.save", run=Run(1, 1), wrapper="held", folder=str(tmp_path / "ckpt"))
+    convert(str(tmp_path / "ckpt"), str(tmp_path / "out"), to="dcp")
+    names = ["first.weight", "first.bias", "second.weight", "second.bias"]
+    line = {f"module.{name}": name for name in names}
+    other = dict(zip(line, names[2:] + names[:2], strict=True))
+    asked = {"run": Run(2, 2), "wrapper": "plain", "folder": str(tmp_path / "out")}
+    for maps in ([line, other], [line, None]):
+        told = worlds[2].run("wrapped_jobs.load", names=maps, **asked)
+        assert {one.get("error") for one in told} == {"ConfigError"}, told
+        assert len({one["text"] for one in told}) == 1 and "ranks have different maps of names" in told[0]["text"]
+    (tmp_path / "one.json").write_text(json.dumps(line))
+    for own in (line, str(tmp_path / "one.json"), str(tmp_path / "none.json")):
+        told = worlds[2].run("wrapped_jobs.load", names=[line, own], **asked)
+        assert not [one for one in told if "error" in one], told
 
 
 def test_a_rank_without_the_map_of_another_loads_nothing(worlds: Any, tmp_path: Path) -> None:
