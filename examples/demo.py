@@ -15,7 +15,7 @@ FOLDER = Path(".demo")
 def main() -> int:
     from gpt_demo.comparison import Comparison, Joined, compare
     from gpt_demo.layouts import GLOBAL_BATCH, Layout, Outcome, Schedule
-    from gpt_demo.picture import differences, draw
+    from gpt_demo.picture import TITLE, differences, draw
     from gpt_demo.ranks import RankFailed, run_ranks
     from gpt_demo.report import progress, table
     from rich.console import Console
@@ -49,7 +49,8 @@ def main() -> int:
         console.print(f"\n[bold red]The demo failed.[/] {escape(str(failure))}", soft_wrap=True)
         return 2
     worst = {layout: max(map(abs, differences(whole, outcome))) for layout, (outcome, _) in columns.items()}
-    draw(FOLDER / "loss.png", schedule, (saving, whole), {layout: outcome for layout, (outcome, _) in columns.items()})
+    resumed = {layout: outcome for layout, (outcome, _) in columns.items()}
+    draw(FOLDER / "loss.png", TITLE, [schedule.checkpoint], (saving, whole), resumed)
     console.print()
     console.print(table(saving, columns, worst))
     equal = all(comparison.equal for _, comparison in columns.values())

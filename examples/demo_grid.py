@@ -15,7 +15,7 @@ FOLDER = Path(".demo")
 def main(steps: int) -> None:
     from gpt_demo.grid import GridLayout
     from gpt_demo.layouts import Outcome, Schedule
-    from gpt_demo.picture import differences, draw
+    from gpt_demo.picture import TITLE, differences, draw
     from gpt_demo.ranks import run_ranks
 
     schedule = Schedule(steps=steps, checkpoint=steps // 2)
@@ -33,7 +33,8 @@ def main(steps: int) -> None:
             apart = max(map(abs, differences(trunk, outcomes[layout])))
             print(f"{layout}: last loss {outcomes[layout].losses[-1]:.4f}, at most {apart:.1e} apart", flush=True)
         resumed = {layout: outcomes[layout] for layout in layouts[1:]}
-        draw(FOLDER / f"loss_{name}.png", schedule, (layouts[0], outcomes[layouts[0]]), resumed)
+        whole = layouts[0], outcomes[layouts[0]]
+        draw(FOLDER / f"loss_{name}.png", TITLE, [schedule.checkpoint], whole, resumed)
 
 
 if __name__ == "__main__":

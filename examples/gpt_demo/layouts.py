@@ -45,7 +45,7 @@ class Outcome:
 
     first_step: int
     losses: list[float]
-    seconds: float
+    seconds: float = 0.0
     refusal: str = ""
 
 

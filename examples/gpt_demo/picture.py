@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -13,14 +14,17 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
-from gpt_demo.layouts import Layout, Outcome, Schedule
+from gpt_demo.layouts import Outcome
 
 INK, GRID, TRUNK = "#24292f", "#e6e8eb", "#9aa7b5"
 BRANCHES = ("#d1495b", "#1f6f8b")
+TITLE = "One checkpoint, three layouts, the same training"
 DASHES = ((0, (4, 4)), (4, (4, 4)))
 
 
-def draw(path: Path, schedule: Schedule, whole: tuple[Layout, Outcome], resumed: Mapping[Layout, Outcome]) -> None:
+def draw(
+    path: Path, title: str, checkpoints: Sequence[int], whole: tuple[object, Outcome], resumed: Mapping[Any, Outcome]
+) -> None:
     """The uninterrupted run as a broad line, the resumed ones as dashes on it; their differences in an inset."""
     plt.rcParams.update(
         {
@@ -49,10 +53,11 @@ def draw(path: Path, schedule: Schedule, whole: tuple[Layout, Outcome], resumed:
             _steps(outcome), outcome.losses, color=color, linewidth=1.7, linestyle=dashes, label=f"{branch}, resumed"
         )
     _clean(axes)
-    axes.axvline(schedule.checkpoint, color=INK, linewidth=0.8, linestyle=":")
-    axes.text(schedule.checkpoint, 0.03, "checkpoint  ", transform=axes.get_xaxis_transform(), fontsize=9, ha="right")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, schedule.steps + 1))
-    axes.set_title("One checkpoint, three layouts, the same training", loc="left", fontsize=12, fontweight="bold")
+    for step in checkpoints:
+        axes.axvline(step, color=INK, linewidth=0.8, linestyle=":")
+        axes.text(step, 0.03, "checkpoint  ", transform=axes.get_xaxis_transform(), fontsize=9, ha="right")
+    axes.set(xlabel="step", ylabel="loss, nats per byte", xlim=(0, len(trunk.losses) + 1))
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold")
     axes.legend(loc="upper left", bbox_to_anchor=(0.13, 1.0), frameon=False, fontsize=9.5)
     _differences(axes.inset_axes((0.56, 0.44, 0.425, 0.4)), trunk, resumed)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +65,7 @@ def draw(path: Path, schedule: Schedule, whole: tuple[Layout, Outcome], resumed:
     plt.close(figure)
 
 
-def _differences(inset: Axes, trunk: Outcome, resumed: Mapping[Layout, Outcome]) -> None:
+def _differences(inset: Axes, trunk: Outcome, resumed: Mapping[Any, Outcome]) -> None:
     for outcome, color in zip(resumed.values(), BRANCHES, strict=False):
         inset.plot(_steps(outcome), differences(trunk, outcome), color=color, linewidth=1.1)
     _clean(inset)
@@ -74,7 +79,9 @@ def _differences(inset: Axes, trunk: Outcome, resumed: Mapping[Layout, Outcome])
 
 def differences(trunk: Outcome, branch: Outcome) -> list[float]:
     """Loss of the resumed run minus that of the uninterrupted one, for each step that both made."""
-    return [one - other for one, other in zip(branch.losses, trunk.losses[branch.first_step :], strict=True)]
+    first = branch.first_step
+    beside = trunk.losses[first : first + len(branch.losses)]
+    return [one - other for one, other in zip(branch.losses, beside, strict=True)]
 
 
 def _steps(outcome: Outcome) -> range:

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import logging
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -168,10 +167,6 @@ def _import() -> None:
         datasets = importlib.import_module("megatron.core.datasets.utils")
         datasets.compile_helpers = lambda: None  # the C++ index builder; the runs bring their own dataset
         _parse_once()
-    writer = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    writer._results_queue = (
-        queue.Queue()
-    )  # else each rank that saves starts an interpreter, which imports torch, for it
     imported()
     share_gloo_device()
     import_with("megatron", "torch", "dcp")
