@@ -162,7 +162,7 @@ test-versions: venv
 	$(BIN)/python tests/versions/run.py
 	$(BIN)/python tests/versions/run_libraries.py
 	$(BIN)/python tests/versions/run_pythons.py
-	DS_RESHARD_EVERY_RELEASE=1 $(BIN)/python -m pytest tests/hosts/megatron
+	DS_RESHARD_EVERY_RELEASE=1 $(BIN)/python -m pytest tests/hosts/megatron tests/versions/test_transformers_4.py
 
 # SRC is a checkout of huggingface/nanotron; dacite is the one requirement of its serialize module that is not ours.
 test-nanotron: venv

@@ -16,10 +16,12 @@ class NotRun(Exception):
     """Why a release, or its cells, could not be run."""
 
 
-def home(distribution: str, release: str, name: str, *, with_needed: bool = False) -> Path:
+def home(
+    distribution: str, release: str, name: str, *, with_needed: bool = False, beside: tuple[str, ...] = ()
+) -> Path:
     """Where the release is installed, under `name`; installs it once. Raises NotRun where pip cannot.
 
-    Alone, or with what it needs.
+    Alone, with the requirements `beside`, or with what it needs.
     """
     place = HOMES / name
     if place.is_dir():
@@ -40,6 +42,7 @@ def home(distribution: str, release: str, name: str, *, with_needed: bool = Fals
         "--target",
         str(fresh),
         f"{distribution}=={release}",
+        *beside,
     ]
     made = subprocess.run(command, capture_output=True, text=True)
     if made.returncode:
