@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 from ds_reshard.errors import CheckpointDamaged, Fault, ReshardError, faults_of
 from ds_reshard.model.layout import Layout, Piece, Placement, TensorKey, Tiles, check_cover
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.model.region import Region, Run, overlap
+from ds_reshard.model.region import Box, Region, Run, box_region, overlap
 
 
 class Record(NamedTuple):
@@ -131,7 +131,10 @@ class Index:
                     self._uncovered(placement, str(error))
             parts = self._tiles[placement.key].candidates(wanted)
         for part in parts:
-            start, stop = (wanted.start, wanted.stop) if part.box == wanted.box else (0, part.numel)
+            start, stop = 0, part.numel
+            first = _first_in(wanted.box, part)
+            if first is not None:
+                start, stop = max(0, wanted.start - first), min(part.numel, wanted.stop - first)
             for piece in part.cut.pieces(start, stop):
                 yield part, piece
 
@@ -143,8 +146,9 @@ class Index:
         placement, located = self.layout[key], 0
         for part, piece in self.pieces(placement, wanted):
             runs: Iterable[Run]
-            if part.box == wanted.box:
-                runs = (Run(piece.start - wanted.start, 0, piece.stop - piece.start),)
+            first = _first_in(wanted.box, part)
+            if first is not None:
+                runs = (Run(first + piece.start - wanted.start, 0, piece.stop - piece.start),)
             else:
                 runs = list(overlap(wanted, part.region(piece)))
             located += sum(run.total for run in runs)
@@ -173,6 +177,17 @@ class Index:
         )
         if fault not in self.faults:
             self.faults.append(fault)
+
+
+def _first_in(box: Box, part: Placement) -> int | None:
+    """Return the element of `box` at which a part of the tensor begins, below 0 if it begins before it.
+
+    None if one of them does not lie together in the whole tensor, so that they share more than one run.
+    """
+    if part.box == box:
+        return 0
+    own, other = (box_region(part.shape, one) for one in (part.box, box))
+    return own.start - other.start if own.box == other.box else None
 
 
 def extents_overlap(extents: Mapping[str, Extent]) -> list[tuple[str, str]]:

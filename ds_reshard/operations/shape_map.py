@@ -509,7 +509,7 @@ class _Application:
             name: {kind: f"{one.dtype.label} in {one.origin.kind}" for kind, one in of_part.items()}
             for name, of_part in parts.items()
         }
-        if len({canonical(one) for one in kinds.values()}) > 1:
+        if any(one != other for one, other in pairwise(kinds.values())):
             found = "; ".join(f"{name}: {', '.join(map(' '.join, one.items()))}" for name, one in kinds.items())
             self._add(equation.whole, "would be made of tensors with other states or types", "the same of all", found)
             return

@@ -76,3 +76,19 @@ def test_a_tensor_is_read_only_of_a_record_that_is_as_it_was(tmp_path: Path, par
     path.write_bytes(bytes(data))
     with pytest.raises(ChecksumMismatch):
         read_tensor(record)
+
+
+def test_of_tiles_that_lie_together_only_the_pieces_that_are_wanted_are_looked_at() -> None:
+    """A tensor that a map has stacked of 8 experts, each cut over 100 shards."""
+    key = TensorKey("weight", "fp32")
+    shape = (8, 10, 10)
+    whole = Placement(key, shape, ElementType.FLOAT32, "optim", "fp32", Cut(chunk=1), Box.whole(shape))
+    tiles = tuple(
+        whole._replace(box=Box.along(shape, 0, expert, 1), cut=Cut(chunk=1, origin=expert)) for expert in range(8)
+    )
+    index = Index(Layout({key: whole._replace(tiles=tiles)}, {"optim": 100}), _Shard())
+    wanted = Region(box=Box.whole(shape), start=295, stop=304)
+    found = [(part.box.offset[0], piece.shard) for part, piece in index.pieces(index.layout[key], wanted)]
+    assert found == [(2, shard) for shard in range(95, 100)] + [(3, shard) for shard in range(4)]
+    inside = Region(box=Box(offset=(3, 2, 0), size=(1, 5, 10)), start=7, stop=9)
+    assert [piece.shard for _, piece in index.pieces(index.layout[key], inside)] == [27, 28]
