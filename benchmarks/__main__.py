@@ -19,6 +19,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "offline": RESULTS,
     "verify": RESULTS,
     "fingerprint": RESULTS,
+    "maps": RESULTS,
     "dcp": RESULTS,
     "rows": RESULTS,
     "megatron": RESULTS,
