@@ -126,11 +126,11 @@ class _Pairs:
 
     def _pair(self, key: TensorKey) -> None:
         found = [_key_in(side, key) for side in self._sides]
-        if any(at is None and side.stored_as_master_only(key) for side, at in zip(self._sides, found, strict=True)):
-            return
         if key.kind == "weight" and (masters := self._by_master(key.name)) is not None:
             if not any(TensorKey(name=key.name, kind="fp32") in side.layout for side in self._sides):
                 self.compared[key] = masters  # a tied name: only its owner's master has the kind
+            return
+        if any(at is None and side.stored_as_master_only(key) for side, at in zip(self._sides, found, strict=True)):
             return
         placements = [
             side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
@@ -181,8 +181,9 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
         yield from compare_scalars(a.rates, b.rates)
         if a.optimizer != b.optimizer:
             yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
-        if a.unnamed_optimizer is not None and b.unnamed_optimizer is not None:
-            yield from differences("optimizer", a.unnamed_optimizer, b.unnamed_optimizer)
+        elif a.unnamed_optimizer is not None or b.unnamed_optimizer is not None:
+            unnamed = (side.unnamed_optimizer for side in (a, b))
+            yield from differences("optimizer", *(_ABSENT if one is None else one for one in unnamed))
         if (extra := a.extra()) is not None and (other := b.extra()) is not None:
             yield from differences("extra_state", extra, other)
     if a.facts is not None and b.facts is not None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
+from zero_builder import TAG, Built, values, write
 
 from ds_reshard.errors import CheckpointDamaged, ModelMismatch, UnsupportedLayout
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
@@ -194,3 +195,38 @@ def test_a_comparison_of_two_frameworks_says_what_it_left_out(tmp_path: Path) ->
     convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="zero1", dp=2)
     (note,) = (note for note in diff(str(tmp_path / "saved"), str(tmp_path / "out")).notes if "frameworks" in note)
     assert "param groups" in note and "schedulers" in note
+
+
+@pytest.mark.parametrize("to", ["zero2", "zero3"])
+@pytest.mark.parametrize("value", [None, 7.0], ids=["equal", "another"])
+def test_a_tied_weight_is_compared_with_a_tensor_of_its_own(tmp_path: Path, to: str, value: float | None) -> None:
+    """Stage 3 keeps the second name of a tied weight nowhere: it is that of the master of the first. Synthetic."""
+    built = Built(((("a", (4, 3)), ("d", (3,))),), tied=(("e", "a"),))
+    convert(str(write(built, tmp_path / "saved")), str(tmp_path / "zero"), to=to, dp=2, options=ONE_THREAD)
+    held = values(built)
+    weights = {name: held[name, "fp32"] for name in ("a", "d")}
+    weights["e"] = weights["a"].clone() if value is None else torch.full((4, 3), value)
+    states = {name: {kind: held[name, kind] for kind in ("exp_avg", "exp_avg_sq")} for name in ("a", "d")}
+    groups = [{"lr": 0.1, "params": ["a", "d"]}]
+    dcp.save({"model": weights, "optimizer": {"state": states, "param_groups": groups}}, checkpoint_id=tmp_path / "dcp")
+    for pair in (("zero", "dcp"), ("dcp", "zero")):
+        found = diff(*(str(tmp_path / one) for one in pair))
+        assert [one.name for one in found.differing] == ([] if value is None else ["e"])
+
+
+def test_an_optimizer_that_one_side_alone_saved_is_a_difference(tmp_path: Path) -> None:
+    """At stage 0, where it names no parameter. Synthetic."""
+
+    def saved(folder: Path, optimizer: object) -> str:
+        (folder / TAG).mkdir(parents=True)
+        (folder / "latest").write_text(TAG)
+        entries = {"module": {"a": torch.ones(3)}, "buffer_names": [], "param_shapes": None, "shared_params": {}}
+        entries |= {"optimizer": optimizer, "global_steps": 3, "dp_world_size": 1, "mp_world_size": 1, "ds_config": {}}
+        torch.save({**entries, "ds_version": "0.19.8"}, folder / TAG / "mp_rank_00_model_states.pt")
+        return str(folder)
+
+    states = {0: {"step": torch.tensor(3.0), "exp_avg": torch.ones(3)}}
+    sides = [saved(tmp_path / "with", {"state": states, "param_groups": [{"lr": 0.1, "params": [0]}]})]
+    sides.append(saved(tmp_path / "without", None))
+    assert diff(*sides).values and diff(*reversed(sides)).values
+    assert not diff(sides[0], sides[0]).values and not diff(sides[1], sides[1]).values
