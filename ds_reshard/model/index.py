@@ -186,6 +186,8 @@ def _first_in(box: Box, part: Placement) -> int | None:
     """
     if part.box == box:
         return 0
+    if any(at + size > end for at, size, end in zip(box.offset, box.size, part.shape, strict=True)):
+        return None  # a run's vocabulary may be padded further
     own, other = (box_region(part.shape, one) for one in (part.box, box))
     return own.start - other.start if own.box == other.box else None
 

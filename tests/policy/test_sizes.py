@@ -39,7 +39,7 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 4058),
+    "model, planning": (("model", "planning"), 4060),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6435),
     "formats/zero": (("formats/zero",), 7164),

@@ -92,3 +92,12 @@ def test_of_tiles_that_lie_together_only_the_pieces_that_are_wanted_are_looked_a
     assert found == [(2, shard) for shard in range(95, 100)] + [(3, shard) for shard in range(4)]
     inside = Region(box=Box(offset=(3, 2, 0), size=(1, 5, 10)), start=7, stop=9)
     assert [piece.shard for _, piece in index.pieces(index.layout[key], inside)] == [27, 28]
+
+
+def test_a_run_may_want_more_rows_than_the_tensor_has() -> None:
+    """A vocabulary that is padded further: no element of the rows behind it is located."""
+    key = TensorKey("weight", "fp32")
+    whole = Placement(key, (4, 2), ElementType.FLOAT32, "optim", "fp32", Cut(chunk=8), Box.whole((4, 2)))
+    index = Index(Layout({key: whole}, {"optim": 1}), _Shard("fp32"))
+    found = [run for _, _, run in index.runs(key, Region(box=Box.whole((6, 2)), start=2, stop=12))]
+    assert [(run.first_offset, run.second_offset, run.numel) for run in found] == [(0, 2, 6)]
