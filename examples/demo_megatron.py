@@ -1,6 +1,6 @@
 """A Llama goes from Megatron-LM to Hugging Face's Trainer and back, under another layout each time; draw the losses.
 
-python examples/demo_megatron.py [PICTURE]: docs/loss_megatron.png is of it. It takes minutes: two on two cores.
+python examples/demo_megatron.py [PICTURE] drew docs/loss_megatron.png. It takes about two minutes on two cores.
 """
 
 from __future__ import annotations

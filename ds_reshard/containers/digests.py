@@ -11,7 +11,7 @@ from ds_reshard.model.context_value import context_value
 
 _DIGESTS: ContextVar[dict[str, bytes] | None] = ContextVar("digests", default=None)
 MAP_OF_NAMES = 'the map of "names"'
-"""In place of a path: what a map makes of a checkpoint's names, wherever each rank has the map from."""
+"""The key of the digest of a map, in place of a path: a rank may have its map from a file of its own."""
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def asked() -> dict[str, bytes] | None:
 
 
 def note_names(*parts: object) -> None:
-    """Put a digest of what a map makes of a checkpoint's names beside those of files, if anybody has asked for them."""
+    """Add a digest of the names that a map gives to those of the files, if digests are collected."""
     if (found := asked()) is not None:
         found[MAP_OF_NAMES] = digest(*parts)
 

@@ -180,9 +180,9 @@ class Index:
 
 
 def _first_in(box: Box, part: Placement) -> int | None:
-    """Return the element of `box` at which a part of the tensor begins, below 0 if it begins before it.
+    """Return the position in `box` of the first element of a part, negative if that element lies before the box.
 
-    None if one of them does not lie together in the whole tensor, so that they share more than one run.
+    None unless both are contiguous in the whole tensor: otherwise they may share several runs.
     """
     if part.box == box:
         return 0

@@ -38,7 +38,7 @@ class NameMap:
     digest: str
 
     def faults(self, content: Content) -> Iterator[Fault]:
-        """Names that the source has not, or has and the map has not, and new names that several tensors would have."""
+        """Yield a fault for each name that only the source or the map has, and each new name of several tensors."""
         known, given = set(content.weights), self.of(content)
         yield from self._unmatched(content)
         for name in sorted(set(given) - known):

@@ -313,6 +313,12 @@ def test_of_two_expressions_the_one_whose_names_are_known_is_taken() -> None:
     assert "no file tells: width" in refused(changed(EXPERTS, numbers={"e": 3, "f": "width | depth", "h": 4}), parts())
 
 
+def test_rotary_rows_that_are_not_interleaved_are_refused_for_deepseek() -> None:
+    held = {"map": "deepseek-v3-megatron", "numbers": {"first_k_dense_replace": 1}}
+    said = refused(held, {"decoder.final_layernorm.weight": (3,)}, objects={("args",): {"rope_interleave": False}})
+    assert "rope_interleave: is not what the map was written for" in said
+
+
 def test_the_tensors_of_a_refused_entry_are_not_said_to_be_in_no_entry() -> None:
     held, shapes, _ = WRONG["a transposed part"]
     assert refused(held, shapes).count("\n") == 0

@@ -216,7 +216,7 @@ def look_too(found: Found, *, optimizer: bool, row: TpRank = SINGLE_TP_RANK) -> 
 
 
 def given_map(names: str | Mapping[str, object] | None) -> Mapping[str, bytes]:
-    """A digest of the map of names that a rank was given; rank 0 alone applies it to a folder of another format."""
+    """Return a digest of the map that this rank was given; of a folder of another format only rank 0 applies it."""
     return {MAP_OF_NAMES: digest(read_name_map(names).digest if names is not None else "none")}
 
 
@@ -249,7 +249,7 @@ def look_on_node(found: Found, dp_rank: int, dp: int, *, optimizer: bool) -> Fou
 def read_heads(listing: Listing, *, optimizer: bool, row: TpRank) -> tuple[ZeroCheckpoint, Mapping[str, bytes]]:
     """What all shards share, and a digest of each file that every rank reads it from, by its path.
 
-    Ranks that rename nothing have one digest of their maps of names, whether they have a map or not.
+    A rank whose map renames nothing has the same digest of it as a rank without a map.
     """
     with digests() as found:
         note_names([])

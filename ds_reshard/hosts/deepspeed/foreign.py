@@ -31,7 +31,7 @@ logger = logging.getLogger("ds_reshard")
 class ForeignCheckpoint(AnyCheckpoint):
     """A checkpoint of another format, with or without its `optimizer`; rank 0 makes it and broadcasts it.
 
-    `saved_stage` is the name of the format, and of DeepSpeed's own folders under other names the ZeRO stage.
+    `saved_stage` is the ZeRO stage if DeepSpeed saved the folder, otherwise the name of the format.
     """
 
     optimizer: bool
