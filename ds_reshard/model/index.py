@@ -50,6 +50,15 @@ def extent_of(tensor: TensorRecord) -> Extent:
     return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
+ZEROS = "zeros"
+"""The family of elements that are zero and that no file of the checkpoint holds: padding that a map adds.
+
+Other families whose name ends with it are, too. The name of a buffer is its offset in `ZERO_FILE`.
+"""
+ZERO_FILE = "/dev/zero"
+"""It has zeros at every offset, so zeros are read, and proved to be in their places, as all other bytes are."""
+
+
 class ShardSource(Protocol):
     """Opens one shard of a family and returns where its buffers lie.
 
@@ -86,6 +95,9 @@ class Index:
 
     def open(self, family: str, shard: int) -> Mapping[str, Extent]:
         """Return the buffers of a shard, opened on first use; empty if the shard is faulty."""
+        if family.endswith(ZEROS):
+            tiles = {buffer: self.layout.in_buffer(family, buffer)[0] for buffer in self.layout.buffers(family)}
+            return {buffer: _zeros(tile.dtype, tile.cut.chunk, int(buffer)) for buffer, tile in tiles.items()}
         shard_key = (family, shard)
         if shard_key in self._opened:
             return self._opened[shard_key]
@@ -177,6 +189,10 @@ class Index:
         )
         if fault not in self.faults:
             self.faults.append(fault)
+
+
+def _zeros(dtype: ElementType, numel: int, byte_offset: int) -> Extent:
+    return Extent(Record(ZERO_FILE, byte_offset, numel * dtype.itemsize, None), byte_offset, dtype, numel)
 
 
 def _first_in(box: Box, part: Placement) -> int | None:

@@ -55,6 +55,8 @@ class Target:
 
     `source_layout` has the places of these source tensors if a map has changed their shapes; None if the source has.
 
+    `padding` has the tensors of that layout that the map leaves out, by the note that says so.
+
     `folder` is the folder of the files in the output; `pointers` are small files next to it, by name. `notes` tell the
     user what the files contain or lack. `basis` maps arguments (such as --like) to checksums of the files that they
     name, from which the target was made. `sizes` are those of the coming run, if the format depends on them.
@@ -69,6 +71,7 @@ class Target:
     basis: Mapping[str, str] = field(default_factory=dict)
     sizes: RunSizes | None = None
     source_layout: Layout | None = None
+    padding: Mapping[str, Sequence[TensorKey]] = field(default_factory=dict)
 
 
 WEIGHTS = ("safetensors", "torch")

@@ -149,10 +149,7 @@ def part_of(view: View, term: int, numbers: Mapping[str, int], *, own: View | No
         if size != 1:
             axes.append((size, steps[factor], inner))
         inner *= size
-    shape = whole_shape(own, numbers)
-    if not prod(shape):
-        raise ValueError(f"the view {show(view)!r} has a part without elements: {show(own)!r}")
-    return Part(shape, lead, part_lead, tuple(_spans(first, axes)))
+    return Part(whole_shape(own, numbers), lead, part_lead, tuple(_spans(first, axes)))
 
 
 def show(view: View) -> str:

@@ -33,13 +33,14 @@ from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.rules import active_rules
 from ds_reshard.model.target import ConversionRequest, Target, Unit
-from ds_reshard.operations.options import Conversion, Options, Progress, refuse, refuse_memory
+from ds_reshard.operations.options import Conversion, Options, Progress, Reading, refuse, refuse_memory
 from ds_reshard.operations.proof import prove, repaired
 from ds_reshard.operations.ranks import rank, world_size
 from ds_reshard.operations.runner import COPY_NBYTES, Parts, dealt, in_copies, in_ranks, showing, stopping
 from ds_reshard.operations.source import Found, find_listing, open_checkpoint, open_weights
 from ds_reshard.operations.store_workspace import StoreWorkspace
 from ds_reshard.operations.units import FilePlan, Units, archive_of, buffer_of, target_of
+from ds_reshard.operations.values import largest_values
 from ds_reshard.operations.workspace import Workspace, refuse_places
 from ds_reshard.planning.copies import Copy
 from ds_reshard.version import VERSION
@@ -95,7 +96,7 @@ def convert_listing(
         units = work.dealt(begun)
         try:
             done = in_ranks(write, ranks=options.ranks, subject=subject)
-            complete = in_ranks(work.finish, ranks=options.ranks, subject=subject)[0]
+            notes = in_ranks(work.finish, ranks=options.ranks, subject=subject)[0]
         except CheckpointDamaged:
             work.forget()  # what was finished may be made of the damage
             raise
@@ -104,8 +105,8 @@ def convert_listing(
         files=sum(one.files for one in done),
         bytes_read=sum(one.bytes_read for one in done),
         bytes_written=sum(one.bytes_written for one in done),
-        complete=complete,
-        notes=target.notes,
+        complete=notes is not None,
+        notes=target.notes if notes is None else notes,
         written_by_rank=tuple(one.bytes_written for one in done),
     )
 
@@ -363,39 +364,53 @@ class _Work:
             self._workspace.forget()
 
     @gc_disabled()
-    def finish(self) -> bool:
-        """Where all units are written: check what their sums say together, and give the output its name."""
+    def finish(self) -> tuple[str, ...] | None:
+        """Where all units are written: check what their sums say together, and give the output its name.
+
+        Return the notes of the target; None if units are left that another part writes.
+        """
         if not self._is_first:
-            return True
+            return ()
         names = [unit.name for unit in self._target.units]
         if last := [unit for unit in self._target.units if self._is_last(unit)]:
             left = set(self._workspace.left(names))
             if left - {unit.name for unit in last}:
-                return self._incomplete()
+                return self._left_to_others()
             self.write(Parts([unit for unit in last if unit.name in left], copied=False))
         notes = self._workspace.notes(names)
         if len(notes) < len(names):
-            return self._incomplete()
+            return self._left_to_others()
         for family in self._target.layout.shards:
             sums = [item for note in notes if note["family"] == family for item in _sums(note)]
             faults, again = combine([sums])
             raise_faults(faults or read_again(sums, again), subject=self._subject)
+        told = tuple(self._measured())
         files = {name: known for note in notes for name, known in note["files"].items()}  # type: ignore[attr-defined]
         for name, text in self._target.pointers.items() if not self._target.folder else ():  # else beside the tag
             data = text.encode("utf-8")
             files[name] = {"nbytes": len(data), "crc32": f"{crc32(data):08x}"}
         manifest = {"format": 1, "files": files, "tensors": self._tensors(notes)}
         self._workspace.commit(manifest, self._target.pointers)
-        return True
+        return told
 
-    def _incomplete(self) -> bool:
-        """Whether another part has ended it; ReadFailed where there is no other."""
+    def _measured(self) -> Iterator[str]:
+        """Yield the notes of the target, with the largest value of the elements that a map leaves out."""
+        reading = Reading(threads=self._options.threads, memory_nbytes=self._options.memory_nbytes)
+        for note in self._target.notes:
+            if keys := self._target.padding.get(note):
+                largest = largest_values(self._units.index, keys, reading).items()
+                shown = ", ".join(f"{key.kind} {value:.2g}".replace("nan", "NaN") for key, value in largest)
+                note = f"{note} (largest: {shown})"
+            yield note
+
+    def _left_to_others(self) -> tuple[str, ...] | None:
+        """Return the notes if another part has ended the work, None if not; ReadFailed if there is no other part."""
         if self._workspace.is_done():
-            return True
+            return self._target.notes
         if self._options.shard[1] == 1:
             where = self._workspace.folder
             raise ReadFailed(f"{where}: what was noted of finished files cannot be read; add --resume")
-        return False
+        return None
 
     def _tensors(self, notes: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
         """Every tensor with its fingerprint, added up from those of the units; InternalError where a part lacks."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby, pairwise, product
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ds_reshard.containers import folders
@@ -17,9 +18,11 @@ from ds_reshard.containers.digests import note_names
 from ds_reshard.errors import ConfigError, Fault, ModelMismatch, ReshardError, raise_faults
 from ds_reshard.model.content import WEIGHT, Content, TensorSource, with_groups
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts, canonical, describe
-from ds_reshard.model.layout import Layout, Placement, TensorKey
+from ds_reshard.model.index import ZEROS
+from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
+from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Shape
-from ds_reshard.model.views import Part, Span, evaluate, parse_view, part_of, tiles_of, whole_shape
+from ds_reshard.model.views import Part, Span, evaluate, parse_view, part_of, show, tiles_of, whole_shape
 
 _PLACE = re.compile(r"\{([^{}]+)\}")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -86,7 +89,10 @@ class Entry(NamedTuple):
 
 
 class Equation(NamedTuple):
-    """An entry for one layer or expert: the names of its tensors, and the parts if the whole tensor has a view."""
+    """An entry for one layer or expert: the names of its tensors, and the parts if the whole tensor has a view.
+
+    A part without a name is padding.
+    """
 
     side: int
     whole: str
@@ -109,11 +115,15 @@ class Equation(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """A content with the names and shapes of the other side, and the layout of the tensors that it is read from."""
+    """A content with the names and shapes of the other side, and the layout of the tensors that it is read from.
+
+    `padding` has the tensors of the layout that the map leaves out, by the note that says so.
+    """
 
     content: Content
     layout: Layout
     faults: tuple[Fault, ...]
+    padding: Mapping[str, Sequence[TensorKey]] = MappingProxyType({})
 
 
 class Coming(NamedTuple):
@@ -350,7 +360,7 @@ def _equation(
     view, parts = parse_view(entry.whole.view), list[tuple[str | None, Part | None]]()
     for number, form in enumerate(entry.parts):
         if form is None:
-            parts.append((None, None))
+            parts.append((None, part_of(view, number, numbers, own=None, stacked={})))
             continue
         own = parse_view(form.view) if form.view else None
         stacked = [name for name in form.indices(ranges) if name not in here]
@@ -360,7 +370,10 @@ def _equation(
         for index in product(*(range(ranges[name]) for name in stacked)):
             at = dict(zip(stacked, index, strict=True))
             named = name_of(form, {**here, **at}, 1 - entry.side)
-            parts.append((named, part_of(view, number, numbers, own=own, stacked=at)))
+            found = part_of(view, number, numbers, own=own, stacked=at)
+            if not prod(found.shape):
+                raise ValueError(f"the view {show(view)!r} has a part without elements: {named}")
+            parts.append((named, found))
     return Equation(entry.side, whole, whole_shape(view, numbers), tuple(parts), entry.optional)
 
 
@@ -385,6 +398,8 @@ class _Application:
         self._tensors = dict[TensorKey, TensorSource]()
         self._placements = dict(layout.placements)
         self._faults, self._notes = list[Fault](), list[str]()
+        self._padding = dict[str, dict[TensorKey, None]]()
+        self._zeros_nbytes = 0
         self._kept = dict[str, str]()
         """The new name of each tensor that stays whole."""
         self._members = dict[str, tuple[str, ...]]()
@@ -479,8 +494,8 @@ class _Application:
         )
         layout = self._layout
         if not self._faults and self._placements.keys() != layout.placements.keys():
-            layout = Layout(self._placements, layout.shards)
-        return Mapped(mapped, layout, tuple(self._faults))
+            layout = Layout(self._placements, {**layout.shards, ZEROS: 1})
+        return Mapped(mapped, layout, tuple(self._faults), {note: [*keys] for note, keys in self._padding.items()})
 
     def _add(self, where: str, what: str, expected: str = "", found: str = "") -> None:
         self._faults.append(ModelMismatch.fault(where, what, expected, found, mend=f"correct {self._path}"))
@@ -490,18 +505,27 @@ class _Application:
 
         `tensors` has the weight and the optimizer states of the tensor, by kind.
         """
-        left = prod(equation.shape or ()) - sum(prod(part.shape) for _, part in equation.parts if part is not None)
-        if left:
-            self._notes.append(f"left out: {left} elements of {equation.whole} that the map says are padding")
+        note = self._note_padding("left out", equation)
         for kind, tensor in tensors.items():
             placement = self._placement(equation.whole, kind, tensor, equation.shape)
-            for name, part in equation.parts:
-                if name is not None and part is not None and placement is not None:
+            for number, (name, part) in enumerate(equation.parts):
+                if part is None or placement is None:
+                    continue
+                origin = self._origin(name or f"{equation.whole} (padding {number})", tensor.origin.kind)
+                tiles = [*tiles_of(placement, origin, part.shape, (part.lead, part.part_lead), part.spans)]
+                if name is not None:
                     self._members[name] = (equation.whole,)
-                    origin = self._origin(name, tensor.origin.kind)
-                    leads = (part.lead, part.part_lead)
-                    tiles = tiles_of(placement, origin, part.shape, leads, part.spans)
-                    self._place(name, kind, tensor, part.shape, [*tiles])
+                    self._place(name, kind, tensor, part.shape, tiles)
+                elif tiles:
+                    self._placements[origin] = _together(tiles, part.shape)
+                    self._padding.setdefault(note, {})[origin] = None
+
+    def _note_padding(self, what: str, equation: Equation) -> str:
+        """Add a note of what becomes of the padding of a tensor, if it has any, and return it."""
+        numel = sum(prod(part.shape) for name, part in equation.parts if name is None and part is not None)
+        note = f"{what}: {numel} elements of {equation.whole} that the map says are padding"
+        self._notes += [note] if numel else []
+        return note
 
     def _join(self, equation: Equation, parts: Mapping[str, Mapping[str, TensorSource]]) -> None:
         assert equation.shape is not None
@@ -513,23 +537,29 @@ class _Application:
             found = "; ".join(f"{name}: {', '.join(map(' '.join, one.items()))}" for name, one in kinds.items())
             self._add(equation.whole, "would be made of tensors with other states or types", "the same of all", found)
             return
-        if any(name is None for name, _ in equation.parts):
-            what = "has rows that no tensor of the source holds"
-            self._add(equation.whole, what, "every row", "padding (null in the map)")
-            return
+        self._note_padding("made of zeros", equation)
         self._members[equation.whole] = tuple(parts)
         for kind in next(iter(kinds.values())):
             tiles = list[Placement]()
             for name, part in equation.parts:
-                assert name is not None and part is not None
-                tensor = parts[name][kind]
+                assert part is not None
+                tensor = parts[name or next(iter(parts))][kind]
                 origin = self._origin(equation.whole, tensor.origin.kind)
-                placement = self._placement(name, kind, tensor, part.shape)
+                if name is not None:
+                    placement = self._placement(name, kind, tensor, part.shape)
+                else:
+                    placement = self._zeros(origin, tensor.dtype, part.shape)
                 if placement is not None:
                     spans = [Span(whole=one, part=whole, rows=rows) for whole, one, rows in part.spans]
                     leads = (part.part_lead, part.lead)
                     tiles += tiles_of(placement, origin, equation.shape, leads, spans)
             self._place(equation.whole, kind, tensor, equation.shape, tiles)
+
+    def _zeros(self, key: TensorKey, dtype: ElementType, shape: Shape) -> Placement:
+        """Return the placement of a tensor of zeros."""
+        buffer, numel = str(self._zeros_nbytes), prod(shape)
+        self._zeros_nbytes += numel * dtype.itemsize
+        return Placement(key, shape, dtype, ZEROS, buffer, Cut(chunk=max(1, numel)), Box.whole(shape))
 
     def _placement(self, name: str, kind: str, tensor: TensorSource, shape: Shape | None) -> Placement | None:
         if tuple(tensor.shape) != shape:
@@ -544,10 +574,7 @@ class _Application:
         if not tiles:
             return
         origin = self._origin(name, tensor.origin.kind)
-        whole = tiles[0]
-        if len(tiles) > 1:
-            whole = whole._replace(box=Box.whole(shape), tiles=tuple(tiles))
-        self._placements[origin] = whole
+        self._placements[origin] = _together(tiles, shape)
         self._tensors[TensorKey(name, kind)] = TensorSource(shape=shape, dtype=tensor.dtype, origin=origin)
 
     def _groups(self, facts: OptimizerFacts) -> tuple[list[int], list[GroupFacts]]:
@@ -574,6 +601,11 @@ class _Application:
             members.setdefault(group_of[name], []).append(name)
         order = [*members, *(number for number in range(len(facts.groups)) if number not in members)]
         return order, [replace(facts.groups[number], members=tuple(members.get(number, ()))) for number in order]
+
+
+def _together(tiles: Sequence[Placement], shape: Shape) -> Placement:
+    """Return the placement of a tensor that lies in these tiles."""
+    return tiles[0]._replace(box=Box.whole(shape), tiles=tuple(tiles)) if len(tiles) > 1 else tiles[0]
 
 
 _FORM = '{"sides": ["a", "b"], "entries": [{"a": "name : view", "b": ["name", ...]}, ...]}'

@@ -13,7 +13,7 @@ from ds_reshard.errors import ConfigError
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.gc_pause import gc_disabled
-from ds_reshard.model.index import Record
+from ds_reshard.model.index import ZERO_FILE, Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, StorageRecord
 from ds_reshard.model.reports import ConversionPlan, UnitPlan
@@ -44,7 +44,8 @@ def target_of(source: Checkpoint, asked: ConversionRequest) -> Target:
     target = WRITERS[asked.to](mapped.content, asked, like, mapped.faults)
     layout = mapped.layout if mapped.layout is not source.layout else None
     notes = (*target.notes, *([_ORDER] if isinstance(names, ShapeMap) and like is None else []))
-    return replace(target, basis={**target.basis, "names": names.digest}, source_layout=layout, notes=notes)
+    basis = {**target.basis, "names": names.digest}
+    return replace(target, basis=basis, source_layout=layout, notes=notes, padding=mapped.padding)
 
 
 _ORDER = "parameters are in the order of the map, which DeepSpeed goes by: load this folder with ds_reshard"
@@ -177,6 +178,7 @@ def _unit(found: Found, units: Units, unit: Unit) -> tuple[UnitPlan, float]:
     of_path = copies.nbytes_of_paths()
     for check in plan.checks:
         of_path[check.record.path] = of_path.get(check.record.path, 0) + check.nbytes
+    of_path.pop(ZERO_FILE, None)
     reads = {os.path.relpath(path, found.folder): nbytes for path, nbytes in of_path.items()}
     cast = max((into.itemsize / dtype.itemsize for dtype, into in copies.types_used if dtype is not into), default=0.0)
     made = UnitPlan(

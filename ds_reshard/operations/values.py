@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -18,6 +19,8 @@ from ds_reshard.model.index import Extent, Index, extent_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
 from ds_reshard.model.region import Box, Region
+from ds_reshard.operations.archives import read_records
+from ds_reshard.operations.options import Reading
 from ds_reshard.planning.copies import Copy, coalesce
 from ds_reshard.planning.plan import Plan
 
@@ -161,6 +164,25 @@ def _copies(column: Column, start: int, stop: int, buffer: str) -> Iterator[Copy
             element_offset=at,
             target_dtype=column.dtype,
         )
+
+
+def largest_values(index: Index, keys: Sequence[TensorKey], reading: Reading) -> dict[TensorKey, float]:
+    """Return the largest absolute value of each tensor: NaN if it has a NaN.
+
+    The records that hold them are read whole. Raises ReadFailed or CheckpointDamaged if one is not what was written.
+    """
+    found, ledger = dict.fromkeys(keys, 0.0), Ledger()
+    rows = [(logical(index, key),) for key in keys]
+    for span in read_spans(rows, ledger, threads=reading.threads, memory_nbytes=reading.memory_nbytes):
+        (values,) = span.values
+        if not values.is_complex():
+            values = values.double()
+        largest, before = float(values.abs().max()), found[keys[span.row]]
+        found[keys[span.row]] = before if math.isnan(before) or before > largest else largest
+    subject = "reading padding"
+    read_records(sorted(ledger.slices), ledger, reading, progress=None, subject=subject)
+    raise_faults([*ledger.faults, *ledger.mismatches()], subject=subject)
+    return found
 
 
 # Means of squares, and sums of them: of Adam and its kin, Adagrad, RMSprop and Adadelta.

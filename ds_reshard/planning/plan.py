@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ds_reshard.model.columns import NUMBER, Column, Cuts, Families, Family, Pieces
 from ds_reshard.model.gc_pause import gc_disabled
-from ds_reshard.model.index import Extent, Index, Record
+from ds_reshard.model.index import ZERO_FILE, Extent, Index, Record
 from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Region, Rows, Run
@@ -52,7 +52,8 @@ class Plan:
 
     @property
     def files(self) -> tuple[str, ...]:
-        return tuple(sorted(Copies.of(self.copies).paths | {c.record.path for c in self.checks}))
+        """The files of the checkpoint that are read."""
+        return tuple(sorted((Copies.of(self.copies).paths | {c.record.path for c in self.checks}) - {ZERO_FILE}))
 
     def merge(self, other: Plan) -> Plan:
         """Return both plans as one; they fill different buffers."""

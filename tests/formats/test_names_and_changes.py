@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from zero_builder import TAG, Built, values, write
 
-from ds_reshard.errors import CheckpointDamaged, ModelMismatch, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, ChecksumMismatch, ModelMismatch, UnsupportedLayout
 from ds_reshard.hosts.deepspeed.foreign import read_foreign
-from ds_reshard.operations import Options, convert, diff
+from ds_reshard.operations import Options, convert, diff, plan
 from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.source import find_listing
@@ -230,3 +230,55 @@ def test_an_optimizer_that_one_side_alone_saved_is_a_difference(tmp_path: Path) 
     sides.append(saved(tmp_path / "without", None))
     assert diff(*sides).values and diff(*reversed(sides)).values
     assert not diff(sides[0], sides[0]).values and not diff(sides[1], sides[1]).values
+
+
+PADDED = {
+    "sides": ["padded", "bare"],
+    "numbers": {"v": 3, "pad": 5, "h": 4},
+    "entries": [{"padded": "table : v+pad h", "bare": ["rows", None]}, {"padded": "head", "bare": "head"}],
+}
+"""The last two of four ranks hold nothing but padding of `table`."""
+
+
+@pytest.fixture
+def padded(tmp_path: Path) -> tuple[Built, dict[tuple[str, str], torch.Tensor], str]:
+    built = Built(groups=((("table", (8, 4)),), (("head", (3,)),)), dp=4)
+    (tmp_path / "map.json").write_text(json.dumps(PADDED))
+    return built, values(built), str(tmp_path / "map.json")
+
+
+@pytest.mark.parametrize("found", ["numbers", "NaN"])
+def test_the_largest_value_of_padding_that_is_left_out_is_told(tmp_path: Path, padded: Any, found: str) -> None:
+    """And the way back says that its rows are zeros, in weights, masters and moments."""
+    built, held, names = padded
+    if found == "NaN":
+        held["table", "exp_avg"][7, 1] = torch.nan
+    folder = write(built, tmp_path / "saved", held)
+    kinds = ("weight", "fp32", "exp_avg", "exp_avg_sq")
+    largest = [f"{kind} {float(held['table', kind][3:].abs().max()):.2g}" for kind in kinds]
+    assert ("exp_avg nan" in largest) == (found == "NaN")
+    told = f"left out: 20 elements of table that the map says are padding (largest: {', '.join(largest)})"
+    made = convert(str(folder), str(tmp_path / "bare"), to="zero1", dp=2, names=names, options=ONE_THREAD)
+    assert told.replace("nan", "NaN") in made.notes
+    back = convert(str(tmp_path / "bare"), str(tmp_path / "back"), to="zero2", dp=3, names=names, options=ONE_THREAD)
+    assert "made of zeros: 20 elements of table that the map says are padding" in back.notes
+    for one in held.values():
+        if one.shape == (8, 4):
+            one[3:] = 0
+    expected = write(built, tmp_path / "expected", held)
+    compared = diff(str(expected), str(tmp_path / "back"))
+    assert not [one for one in compared.tensors if one.state != "equal"] and len(compared.tensors) == 8
+    planned = plan(str(tmp_path / "bare"), to="zero2", dp=3, names=names)
+    assert not [name for name in planned.sources if "zero" in name.split("/")], "files of the checkpoint alone"
+
+
+def test_damage_in_padding_that_is_left_out_is_found(tmp_path: Path, padded: Any) -> None:
+    built, held, names = padded
+    folder = write(built, tmp_path / "saved", held)
+    path = folder / TAG / "bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    data, value = bytearray(path.read_bytes()), held["table", "exp_avg"][7].numpy().tobytes()
+    data[data.index(value)] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ChecksumMismatch, match="pp_rank_3_mp_rank_00"):
+        convert(str(folder), str(tmp_path / "out"), to="zero1", dp=2, names=names, options=ONE_THREAD)
+    assert not (tmp_path / "out").exists()

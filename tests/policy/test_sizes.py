@@ -39,12 +39,12 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 4060),
+    "model, planning": (("model", "planning"), 4077),
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6435),
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8199),
-    "operations": (("operations",), 6374),
+    "operations": (("operations",), 6445),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11669),
     "resume, hooks, cli, testing, top": ((".",), 7295),

@@ -32,8 +32,10 @@ from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey, chunked_p
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box
 from ds_reshard.model.views import evaluate, parse_view
+from ds_reshard.operations import Reading
 from ds_reshard.operations.name_map import read_name_map, shipped_maps
 from ds_reshard.operations.shape_map import Coming, Mapped, ShapeMap, coming_run
+from ds_reshard.operations.values import largest_values
 from ds_reshard.planning.plan import Planner
 
 KINDS = {"weight": ElementType.BFLOAT16, "fp32": ElementType.FLOAT32, "exp_avg": ElementType.BFLOAT16}
@@ -453,15 +455,52 @@ def test_what_is_tied_stays_tied_if_it_is_whole() -> None:
         assert fault.where == "1.w1" and "is tied to other" in fault.what
 
 
-def test_rows_of_padding_are_left_out_and_never_made() -> None:
-    held = {"sides": ["a", "b"], "numbers": {"v": 3, "pad": 2, "h": 4}}
-    held["entries"] = [{"a": "table : v+pad h", "b": ["rows", None]}]
-    arrangement = Arrangement(groups=(("table",),), rule="flat", dp=2, kinds=KINDS)
-    layout = arrangement.layout({"table": (5, 4)})
-    mapped = read_name_map(held).apply(content_of(layout, (("table",),)), layout, Coming())
-    assert mapped.faults == () and mapped.content.weights["rows"].shape == (3, 4)
-    assert mapped.content.notes == ("left out: 8 elements of table that the map says are padding",)
-    assert "table: has rows that no tensor of the source holds" in refused(held, {"rows": (3, 4)})
+PADDED: dict[str, Any] = {
+    "sides": ["a", "b"],
+    "numbers": {"v": 3, "pad": 2, "h": 4, "g": 2, "q": 3, "d": 2},
+    "entries": [{"a": "table : v+pad h", "b": ["rows", None]}, {"a": "qkv : (g q+pad+1 d) h", "b": ["q", None, "v"]}],
+}
+
+
+@SOME
+@given(rng=st.randoms(use_true_random=False))
+def test_rows_of_padding_are_left_out_and_come_back_as_zeros(rng: Any) -> None:
+    """Whatever boxes tensors lie in; `padding` places the elements that are left out, of each kind."""
+    truth = truth_of({"table": (5, 4), "qkv": (24, 4)})
+    with tempfile.TemporaryDirectory() as folder:
+        source = Boxes(folder, truth, boxed(truth, rng))
+        mapped = read_name_map(PADDED).apply(content_of(source.layout, (("table", "qkv"),)), source.layout, Coming())
+        notes = [f"left out: {n} elements of {name} that the map says are padding" for n, name in MADE_OF]
+        assert mapped.faults == () and sorted(mapped.content.notes) == sorted(notes)
+        for note, name in zip(notes, ("table", "qkv"), strict=True):
+            largest = largest_values(Index(mapped.layout, source), mapped.padding[note], Reading(threads=1))
+            assert {key.kind: value for key, value in largest.items()} == {
+                kind: float(padding(truth, name, kind).double().max()) for kind in KINDS
+            }
+        split = read_all(Index(mapped.layout, source), mapped)
+    joined, mapped = moved(split, PADDED, rng)
+    notes = [f"made of zeros: {n} elements of {name} that the map says are padding" for n, name in MADE_OF]
+    assert sorted(mapped.content.notes) == sorted(notes) and joined.keys() == truth.keys()
+    for key in truth:
+        padding(truth, key.name, key.kind).zero_()
+        assert torch.equal(joined[key], truth[key]), key
+
+
+MADE_OF = ((8, "table"), (32, "qkv"))
+
+
+def padding(truth: dict[TensorKey, torch.Tensor], name: str, kind: str) -> torch.Tensor:
+    """The elements that PADDED leaves out of a tensor."""
+    whole = truth[TensorKey(name, kind)]
+    return whole[3:] if name == "table" else whole.reshape(2, 6, 2, 4)[:, 3:5]
+
+
+def test_padding_may_be_of_no_rows() -> None:
+    rng, truth = random.Random(1), truth_of({"table": (3, 4), "qkv": (16, 4)})
+    split, mapped = moved(truth, changed(PADDED, numbers={**PADDED["numbers"], "pad": 0}), rng)
+    assert mapped.content.notes == () and not mapped.padding
+    joined, mapped = moved(split, changed(PADDED, numbers={**PADDED["numbers"], "pad": 0}), rng)
+    assert mapped.content.notes == () and all(torch.equal(joined[key], truth[key]) for key in truth)
 
 
 @pytest.mark.parametrize("name", shipped_maps())

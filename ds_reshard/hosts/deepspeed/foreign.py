@@ -92,7 +92,7 @@ def read_foreign(
         return None
     content, places, faults = source.content(), source.layout, list[Fault]()
     if names is not None:
-        content, places, found_faults = names.apply(content, places, run)
+        content, places, found_faults, _ = names.apply(content, places, run)
         faults += found_faults
     faults += [*content.faults, *optimizer_faults(content), *_resume_faults(content)] if optimizer else []
     faults += unproved(source, None if optimizer else ()) if not faults else []

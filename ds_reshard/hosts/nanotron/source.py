@@ -189,7 +189,7 @@ def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True)
     faults = list(checkpoint.index.faults)
     note_names()
     if path is not None:
-        content, layout, found_faults = read_name_map(path).apply(content, layout, Coming())
+        content, layout, found_faults, _ = read_name_map(path).apply(content, layout, Coming())
         faults += found_faults
     raise_faults([*faults, *unproved(checkpoint, None if masters else ())], subject=f"loading {folder}")
     return Source(content.folder, (checkpoint, content, layout))

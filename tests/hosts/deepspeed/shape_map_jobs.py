@@ -11,7 +11,7 @@ from gathered import same_bits
 
 MAP: dict[str, Any] = {
     "sides": ["fused", "apart"],
-    "numbers": {"layers": 2, "e": 3, "g": 2, "q": 3, "d": 2, "f": 5, "h": 4, "x": 2},
+    "numbers": {"layers": 2, "e": 3, "g": 2, "q": 3, "d": 2, "f": 5, "h": 4, "x": 2, "v": 3, "pad": 2},
     "indices": {"l": "layers", "e": "e"},
     "entries": [
         {"fused": "layers.{l}.qkv : (g q+1+1 d) h", "apart": ["layers.{l}.q", "layers.{l}.k", "layers.{l}.v"]},
@@ -21,22 +21,23 @@ MAP: dict[str, Any] = {
         {"fused": "layers.{l}.norm_weight", "apart": "layers.{l}.scale"},
         {"fused": "layers.{l}.experts_in : e x+x h", "apart": [f"layers.{{l}}.experts_{{e}}_w{w}" for w in (1, 3)]},
         {"fused": "layers.{l}.experts_out : e h x", "apart": ["layers.{l}.experts_{e}_w2"]},
+        {"fused": "layers.{l}.table : v+pad h", "apart": ["layers.{l}.rows", None]},
     ],
 }  # fmt: skip
 APART = {
     **{"q": (12, 4), "k": (4, 4), "v": (4, 4), "q_bias": (12,), "k_bias": (4,), "v_bias": (4,)},
-    **{"gate": (5, 4), "up": (5, 4), "down": (4, 5), "scale": (4,)},
+    **{"gate": (5, 4), "up": (5, 4), "down": (4, 5), "scale": (4,), "rows": (3, 4)},
     **{f"experts_{e}_w{w}": (4, 2) if w == 2 else (2, 4) for e in range(3) for w in (1, 2, 3)},
 }
 FUSED = {
-    **{"qkv": (20, 4), "bias": (20,), "fc1": (10, 4), "fc2": (4, 5), "norm_weight": (4,)},
+    **{"qkv": (20, 4), "bias": (20,), "fc1": (10, 4), "fc2": (4, 5), "norm_weight": (4,), "table": (5, 4)},
     **{"experts_in": (3, 4, 4), "experts_out": (3, 4, 2)},
 }
 
 
 def apart(fused: dict[str, Any]) -> dict[str, Any]:
     """The tensors of a layer that is fused as those of one that is not."""
-    found = {"down": fused["fc2"], "scale": fused["norm_weight"]}
+    found = {"down": fused["fc2"], "scale": fused["norm_weight"], "rows": fused["table"][:3]}
     for name, rows in (("", fused["qkv"].reshape(2, 5, 2, 4)), ("_bias", fused["bias"].reshape(2, 5, 2))):
         tail = (4,) if not name else ()
         parts = rows[:, :3], rows[:, 3:4], rows[:, 4:]
@@ -61,6 +62,7 @@ class _Layer(torch.nn.Module):
         linear = torch.nn.functional.linear
         q, k, v = (linear(x, one[name], one[f"{name}_bias"]) for name in "qkv")
         x = x + (torch.tanh(q).reshape(-1, 3, 4) * torch.tanh(k * v)[:, None]).sum(1) * one["scale"]
+        x = x + torch.tanh(linear(x, one["rows"])).sum(-1, keepdim=True)
         x = x + linear(torch.tanh(linear(x, one["gate"])) * linear(x, one["up"]), one["down"])
         for e in range(3):
             inner = torch.tanh(linear(x, one[f"experts_{e}_w1"])) * linear(x, one[f"experts_{e}_w3"])
