@@ -15,6 +15,7 @@ from ds_reshard.containers import folders
 from ds_reshard.containers.dcp_directory import BACKEND, COMMON, METADATA, Directory, Place, read_directory
 from ds_reshard.containers.torch_zip import open_archive
 from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedLayout
+from ds_reshard.formats.megatron import bridge
 from ds_reshard.model.content import SAMPLES, STEPS, Path
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
@@ -61,14 +62,17 @@ def read_common(folder: str, directory: Directory | None = None) -> tuple[Mappin
             mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
             what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
             raise UnsupportedLayout(f"{folder}: {what}; {mend}", [UnsupportedLayout.fault(folder, what, mend=mend)])
-        places = (directory or read_directory(folder)).objects
+        directory = directory or read_directory(folder)
         if COMMON in names:
             common = _load(os.path.join(folder, COMMON))
-        elif "common_state/shard_0_1" in places:
-            common = read_object(places["common_state/shard_0_1"])
+        elif "common_state/shard_0_1" in directory.objects:
+            common = read_object(directory.objects["common_state/shard_0_1"])
         else:
             raise CheckpointDamaged(f"{folder}: holds neither {COMMON} nor the object common_state: it is incomplete")
-        return _mapping(folder, common), places
+        shared = _mapping(folder, common)
+        if bridge.CONFIG in names and "args" not in shared:
+            shared = bridge.with_arguments(folder, shared, directory)
+        return shared, directory.objects
     ranks = sorted(name for name in names if name.startswith("mp_rank_"))
     if not ranks:
         raise _not_found(folder, "holds no checkpoint of Megatron-LM", "give the folder of --save")

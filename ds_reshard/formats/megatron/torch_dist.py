@@ -27,8 +27,10 @@ from ds_reshard.containers.dcp_directory import (
     read_directory,
 )
 from ds_reshard.errors import Fault, UnsupportedLayout, raise_faults
+from ds_reshard.formats.megatron import bridge
 from ds_reshard.formats.megatron.buckets import boxes_between
 from ds_reshard.formats.megatron.checkpoint import (
+    TRACKER,
     Chain,
     arguments_of,
     chain_of,
@@ -189,7 +191,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
         common=common,
         chain=chain,
         ranks=counted(arguments.get("data_parallel_size")),
-        notes=tuple(_unread_states(unread)),
+        notes=(*_unread_states(unread), *bridge.notes(folder, TRACKER)),
     )
 
 

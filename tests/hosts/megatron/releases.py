@@ -1,4 +1,4 @@
-"""The releases of megatron-core that the tests run, unpacked beside `.venv` in `.venv-megatron/RELEASE`.
+"""The releases of megatron-core that the tests run, and Megatron-Bridge, unpacked beside `.venv` in `.venv-megatron`.
 
     .venv/bin/python tests/hosts/megatron/releases.py     fetches what is missing, and says what cannot be had
 
@@ -25,6 +25,7 @@ OLDEST = ("0.17.1",) if EVERY else ()
 # Whose wheels have no training: the forms in which each saves. 0.14 and 0.15 write what is read, and run without hooks.
 CORE = {"0.16.1": ("model_space", "buckets", "torch")}
 CORE |= {"0.15.3": ("buckets",), "0.14.0": ("fragments", "torch")} if EVERY else {}
+BRIDGE = "megatron-bridge 0.6.2"
 RELEASES = ("0.16.1", *OLDEST, "0.18.2", "0.19.2")
 WITH_TRAINING = ("0.18.2", "0.19.2")
 # Whole trainings on the newest alone: `make test-versions` runs them on each.
@@ -39,10 +40,13 @@ class NotFetched(Exception):
 
 
 def home(release: str) -> Path:
-    """The folder that goes on the path for `release`, fetched if need be. Raises NotFetched with the reason."""
+    """Return the folder that goes on the path for a release of megatron-core, or for "PACKAGE RELEASE"; fetch it first.
+
+    Raises NotFetched with the reason.
+    """
     absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if absent:
-        raise NotFetched(f"megatron-core {release} needs {', '.join(absent)}: pip install -e '.[test]'")
+        raise NotFetched(f"{_named(release)} needs {', '.join(absent)}: pip install -e '.[test]'")
     folder = HOMES / release
     if not folder.is_dir():
         HOMES.mkdir(exist_ok=True)
@@ -53,6 +57,10 @@ def home(release: str) -> Path:
                 archive.extractall(fresh)
             shutil.move(fresh, folder)
     return folder
+
+
+def _named(release: str) -> str:
+    return release if " " in release else f"megatron-core {release}"
 
 
 def _download(release: str, folder: Path) -> Path:
@@ -71,23 +79,23 @@ def _download(release: str, folder: Path) -> Path:
         "3.12",
         "--dest",
         str(folder),
-        f"megatron-core=={release}",
+        _named(release).replace(" ", "=="),
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=DOWNLOAD_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
-        raise NotFetched(f"megatron-core {release} was not downloaded in {DOWNLOAD_TIMEOUT_S} s") from None
+        raise NotFetched(f"{_named(release)} was not downloaded in {DOWNLOAD_TIMEOUT_S} s") from None
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise NotFetched(f"megatron-core {release} cannot be downloaded: {lines[-1] if lines else 'no reason given'}")
+        raise NotFetched(f"{_named(release)} cannot be downloaded: {lines[-1] if lines else 'no reason given'}")
     return wheels[0]
 
 
 def main() -> int:
-    for release in dict.fromkeys((*CORE, *RELEASES)):
+    for release in dict.fromkeys((*CORE, *RELEASES, BRIDGE)):
         try:
-            print(f"megatron-core {release}: {home(release).relative_to(ROOT)}")
+            print(f"{_named(release)}: {home(release).relative_to(ROOT)}")
         except NotFetched as error:
             print(f"skipped: {error}")
     return 0
