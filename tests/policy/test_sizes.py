@@ -43,7 +43,7 @@ BUDGETS = {
     "execution": (("execution",), 3090),
     "containers": (("containers",), 6435),
     "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 8199),
+    "other formats": (("formats",), 8368),
     "operations": (("operations",), 6445),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11669),
