@@ -50,10 +50,10 @@ def extent_of(tensor: TensorRecord) -> Extent:
     return Extent(record=record, byte_offset=tensor.byte_offset, dtype=tensor.dtype, numel=tensor.numel)
 
 
-ZEROS = "zeros"
-"""The family of elements that are zero and that no file of the checkpoint holds: padding that a map adds.
+ZEROS = "\0zeros"
+"""The end of the name of a family of zeros, which no file of the checkpoint holds: padding that a map adds.
 
-Other families whose name ends with it are, too. The name of a buffer is its offset in `ZERO_FILE`.
+No tensor's name has a NUL, so no family of a format ends like this. A buffer's name is its offset in `ZERO_FILE`.
 """
 ZERO_FILE = "/dev/zero"
 """It has zeros at every offset, so zeros are read, and proved to be in their places, as all other bytes are."""

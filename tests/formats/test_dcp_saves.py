@@ -93,3 +93,12 @@ def test_a_save_of_accelerate_that_ended_in_one_of_its_folders_is_refused(tmp_pa
         assert (tmp_path / "alone" / "model.safetensors").read_bytes() == (
             tmp_path / "out" / "model.safetensors"
         ).read_bytes()
+
+
+def test_tensors_whose_names_end_as_that_of_zeros(tmp_path: Path) -> None:
+    """AWQ and GPTQ name their zero points `qzeros`: a directory has a family by the name of each tensor."""
+    held = {"model": {"layers.0.qzeros": torch.arange(8), "zeros": torch.ones(3)}}
+    dcp.save(held, checkpoint_id=tmp_path / "saved", no_dist=True)
+    convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="torch")
+    read = torch.load(tmp_path / "out" / "weight.pt", weights_only=True)
+    assert {name: one.tolist() for name, one in read.items()} == {"layers.0.qzeros": [*range(8)], "zeros": [1.0] * 3}
