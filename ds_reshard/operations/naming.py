@@ -43,6 +43,19 @@ def _applied(name: str, source: Checkpoint, content: Content) -> MapEntry:
     return MapEntry(name=name, about=about, sides=sides, weights=weights, faults=mapped.faults)
 
 
+def fitting_maps(source: Checkpoint, framework: str) -> list[str]:
+    """Return the shipped maps that give a checkpoint the names of a framework.
+
+    If none fits, those are returned that have all of its names: no file may tell the numbers of the model.
+    """
+    content, by_name = source.content(), list[str]()
+    for name in shipped_maps():
+        read = read_name_map(name)
+        if isinstance(read, ShapeMap) and framework in read.sides:
+            by_name += [name] if read.has_names(1 - read.sides.index(framework), content) else []
+    return [name for name in by_name if not _applied(name, source, content).faults] or by_name
+
+
 def skeleton(content: Content) -> str:
     """Return a map with an entry for each name of the checkpoint, numbers in names as indices; for a person to fill."""
     shapes: dict[str, tuple[int, ...]] = {}

@@ -250,6 +250,11 @@ class ShapeMap:
         alone = self._alone(content)
         return int(bool(alone[1])) if bool(alone[0]) != bool(alone[1]) else None
 
+    def has_names(self, side: int, content: Content) -> bool:
+        """Return True if each weight has a name of this side."""
+        forms = self._names(side)
+        return all(any(form.fullmatch(name) for form in forms) for name in content.weights)
+
     def _alone(self, content: Content) -> list[set[str]]:
         """Return the names of the content that are names of each side, and not of the other."""
         names = [self._names(side) for side in (0, 1)]

@@ -24,7 +24,7 @@ from ds_reshard.model.layout import Holder, Layout, Placement, TensorKey, Tile
 from ds_reshard.model.region import Box
 
 FLAT = re.compile(r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.(gbuf_idx_\d+\..+)\.([^.]+)")
-_WORDS, _POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+WORDS, _POSITIONS = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 _OUTPUT, _EXPERTS = "output_layer.weight", "mlp.experts.experts"
 _ATTENTION = (
     "self_attention.linear_proj.",
@@ -282,7 +282,7 @@ def _slots(
     tied = not arguments.get("untie_embeddings_and_output_weights")
     names: list[tuple[str, int | None]] = []
     if rank.dense and not rank.stage and not chunk:
-        names += [(_WORDS, None), (_POSITIONS, None)]
+        names += [(WORDS, None), (_POSITIONS, None)]
     for layer in layers:
         stem = f"decoder.layers.{layer}."
         if rank.dense:
@@ -295,13 +295,13 @@ def _slots(
             names += [(name, expert) for name in of_expert]
     if rank.dense and rank.stage == pp - 1 and chunk == vp - 1:
         names += [(f"decoder.final_layernorm.{leaf}", None) for leaf in ("weight", "bias")]
-        names += [(_WORDS, None)] if tied and pp > 1 else [(_OUTPUT, None)] if not tied else []
+        names += [(WORDS, None)] if tied and pp > 1 else [(_OUTPUT, None)] if not tied else []
     for name, number in names:
         placement = weights.get(TensorKey(name=name, kind=WEIGHT))
         if placement is not None:
             cut = rank.size if number is None else experts_cut(arguments)
             boxes = tuple(_held(placement, number, rank.number % cut, cut))
-            yield Slot(name=name, boxes=boxes, shared=tied and pp > 1 and name == _WORDS)
+            yield Slot(name=name, boxes=boxes, shared=tied and pp > 1 and name == WORDS)
 
 
 def _held(placement: Placement, expert: int | None, number: int, size: int) -> Sequence[Box]:

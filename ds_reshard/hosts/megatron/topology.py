@@ -37,11 +37,12 @@ from ds_reshard.formats.megatron.checkpoint import (
     latest_iteration,
     read_common,
 )
-from ds_reshard.formats.megatron.flat_states import experts_apart, layers_of, size_of
+from ds_reshard.formats.megatron.flat_states import WORDS, experts_apart, layers_of, size_of
 from ds_reshard.formats.megatron.torch_format import is_torch_format
 from ds_reshard.model.records import ObjectRecord
+from ds_reshard.operations.naming import fitting_maps
 from ds_reshard.operations.ranks import attempt
-from ds_reshard.operations.source import find_listing
+from ds_reshard.operations.source import Found, find_listing, open_weights
 from ds_reshard.resume.policy import ResumePolicy
 
 _SIZES = {
@@ -190,18 +191,42 @@ def _passed_over(path: str) -> Iterator[Fault]:
     if (fault := _found_below(path, given)) is not None:
         yield fault
         return
-    try:
-        found = find_listing(given, None)
-    except ReshardError:
+    names, _, _ = attempt(lambda: folders.names(given))
+    steps = sorted(int(match[1]) for name in names or () if (match := _STEP_OF_TRAINER.fullmatch(name)))
+    for place in (path, *(f"{path}/checkpoint-{step}" for step in steps[-1:])):
+        found, faults, _ = attempt(lambda place=place: find_listing(place, None))  # type: ignore[misc]
+        yield from (fault for fault in faults if fault.error == UnsupportedLayout.__name__)
+        if found is None:
+            continue
+        what = f"is a checkpoint of {found.format.name}, which Megatron-LM cannot read: Megatron-LM would begin anew"
+        mend = "" if _is_iteration(found.folder) else _conversion(place, found)
+        if not mend:
+            what = "belongs to one iteration, but --load takes a --save folder: Megatron-LM would begin anew"
+            mend = _moved(found.folder)
+        yield CheckpointNotFound.fault(place, what, mend=mend)
         return
-    what = f"is a checkpoint of {found.format.name}, which Megatron-LM cannot read: Megatron-LM would begin anew"
-    mend = ""
-    if _is_iteration(found.folder):
-        what = "belongs to one iteration, but --load takes a --save folder: Megatron-LM would begin anew"
-        mend = _moved(found.folder)
-    yield CheckpointNotFound.fault(
-        path, what, mend=mend or f"ds-reshard convert {path} DIR --to megatron, and give --load DIR"
-    )
+
+
+_STEP_OF_TRAINER = re.compile(r"checkpoint-(\d+)")
+
+
+def _conversion(path: str, found: Found) -> str:
+    """Return the `mend` text that tells the user how to make a checkpoint of Megatron-LM of one of another format."""
+    line, more = f"ds-reshard convert {path} DIR --to megatron", ""
+    try:
+        source = open_weights(found, whole=False)
+        content = source.content()
+    except ReshardError:  # the line says why
+        return f"{line}, and give --load DIR"
+    if content.facts is None:
+        mend = "give --load a checkpoint that has an optimizer, as ds-reshard convert makes none of weights alone"
+        return f"{mend}; or leave out --load, to begin anew"
+    if WORDS not in content.weights:
+        line += f" --names {'|'.join(fitting_maps(source, 'megatron')) or 'map.json'}"
+    if not isinstance(content.entries.get("args"), Mapping):
+        line += " --like SAVED"
+        more = "; SAVED is a checkpoint that this run has saved, after a step from its beginning"
+    return f"{line}, and give --load DIR{more}"
 
 
 def _found_below(path: str, given: str) -> Fault | None:

@@ -17,6 +17,7 @@ import ds_reshard.operations as tools
 from ds_reshard.cli.main import main
 from ds_reshard.errors import UnsupportedLayout
 from ds_reshard.formats.megatron.torch_dist import saved_tensors
+from ds_reshard.hosts.megatron.topology import find_saved
 from ds_reshard.hosts.megatron.training import announced_format_faults, format_faults
 from ds_reshard.resume.policy import ResumePolicy
 
@@ -255,6 +256,19 @@ def test_a_checkpoint_of_another_framework_is_no_beginning(stages: Any) -> None:
     assert same_state(source.ranks[0], resumed, EVERYTHING) == []
     for folder in (stages.folder(), place / "nothing"):
         assert stages.second("0.19.2", options=options, folder=folder)[0]["report"] is None
+
+
+def test_a_folder_without_a_checkpoint_is_megatrons_to_begin_in(tmp_path: Path) -> None:
+    """Empty, or with files of other tools; a save of ranks that nothing here reads is refused all the same."""
+    arguments = Namespace(load=str(tmp_path))
+    assert find_saved(arguments) is None
+    for name in ("tensorboard", "checkpoint-5", "checkpoint-final"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
+    assert find_saved(arguments) is None
+    (tmp_path / "pytorch_model_fsdp_rank0.bin").write_bytes(b"")
+    with pytest.raises(UnsupportedLayout, match="has a file for each rank, as accelerate saves FSDP"):
+        find_saved(arguments)
 
 
 def test_a_part_that_is_not_supported_is_no_damage(stages: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from releases import NotFetched, home
 from saved_worlds import DISTRIBUTED, EXPERTS_WHOLE, GATED, TP, Saved
 
+from ds_reshard.cli.main import main
 from ds_reshard.operations import convert
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.values import logical, read_spans
@@ -238,3 +239,40 @@ def test_a_llama_goes_from_megatron_to_the_trainer_and_back(interpreter: str) ->
     assert found, output
     assert float(found["first"]) > 5 > 3 > float(found["last"])
     assert max(float(found["there"]), float(found["back"])) < 3e-3
+
+
+def test_a_checkpoint_of_transformers_is_refused_with_the_line_that_converts_it(
+    releases: Any, saved: Saved, tmp_path: Path
+) -> None:
+    """Of the Trainer, also its output folder, under either flag: Megatron-LM would begin from random weights.
+
+    The line, followed to its end, loads everything. `preflight` has the same line.
+    """
+    source, output, weights = saved("gated tp2 pp2", "model_space"), tmp_path / "output", tmp_path / "weights"
+    zero = output / "checkpoint-5"
+    output.mkdir()
+    convert(str(source), str(zero), to="zero1", dp=2, names="llama-megatron")
+    (file,) = zero.rglob("mp_rank_00_model_states.pt")
+    held = torch.load(file, weights_only=False)
+    torch.save({name: one for name, one in held.items() if name not in ("args", "opt_param_scheduler")}, file)
+    convert(str(source), str(weights), to="safetensors", names="llama-megatron")
+    arguments, world = f"{DISTRIBUTED}{GATED}{TP}--ckpt-format torch_dist ", releases["0.19.2"]
+    mends = dict[tuple[str, Path], str]()
+    for flag in ("--load", "--pretrained-checkpoint"):
+        for path in (zero, output, weights):
+            told = world.run("load_jobs:tried", ranks=2, arguments=f"{arguments}{flag} {path}")
+            assert [one["refused"] for one in told] == ["CheckpointNotFound"] * 2
+            assert told[0]["faults"] == told[1]["faults"]
+            ((where, what, mends[flag, path]),) = told[0]["faults"]
+            assert where == str(zero if path == output else path)
+            assert re.match(r"is a checkpoint of \S.*, which Megatron-LM cannot read", what)
+        assert f"give {flag} a checkpoint that has an optimizer" in mends[flag, weights]
+        assert mends[flag, zero] == mends[flag, output] == mends["--load", zero].replace("--load", flag)
+    (foreseen,) = world.run("foresee_jobs:foresee", arguments=arguments, folder=str(output), world=2)
+    assert [one["mend"] for one in foreseen["faults"]] == [mends["--load", zero]]
+    line = re.match(r"ds-reshard (convert .*), and give --load DIR; SAVED is a checkpoint", mends["--load", zero])
+    assert line is not None and line[1].endswith("--to megatron --names llama-megatron --like SAVED")
+    places = {"DIR": str(tmp_path / "DIR"), "SAVED": str(source)}
+    assert main([places.get(word, word) for word in line[1].split()]) == 0
+    told = world.run("format_jobs:loaded", ranks=2, arguments=arguments, folder=places["DIR"])
+    assert all(rank["wrong"] == [] and rank["compared"] > 1000 for rank in told)
