@@ -101,7 +101,7 @@ def find_listing(path: str, tag: str | None) -> Found:
     """The files of the checkpoint in `path`: of `tag`, else of the folder itself, else of the tag `latest` names.
 
     The tags of nanotron are its steps, of which `latest.txt` names the last; those of Megatron-LM its iterations.
-    Folders of torch.distributed.checkpoint, of accelerate's sharded FSDP, and of EasyR1 and verl are checkpoints
+    Folders of torch.distributed.checkpoint, of accelerate's sharded FSDP, EasyR1 and verl are checkpoints
     themselves, or tags of the folder above.
 
     Raises CheckpointNotFound where there is none, and ReadFailed where a folder cannot be listed.
@@ -172,9 +172,11 @@ def _named_in(latest: str, path: str) -> str:
 
 _OF_RANKS = (
     (
-        r"pytorch_model_fsdp(_\d+)?_rank\d+\.bin",
-        "has a file for each rank, as accelerate saves FSDP with LOCAL_STATE_DICT or use_dcp=False: none is read here",
-        "load it with accelerate on as many ranks, and save it with SHARDED_STATE_DICT",
+        r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin",
+        "has a file for each rank, as accelerate saves FSDP with LOCAL_STATE_DICT, or of an optimizer or a further "
+        "model alone: none is read here",
+        "load it with accelerate on as many ranks, and save it with SHARDED_STATE_DICT; give a folder that has "
+        "pytorch_model_fsdp_0_rank0.bin",
     ),
     (
         r"shard-\d+-model-\d+-of-\d+\.safetensors",

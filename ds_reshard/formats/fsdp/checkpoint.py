@@ -1,4 +1,8 @@
-"""Folders of EasyR1 and verl: `{model,optim,extra_state}_world_size_W_rank_R.pt`, state dicts of DTensors of each rank.
+"""Folders of EasyR1, verl and accelerate: state dicts of DTensors, a file for each rank.
+
+EasyR1 and verl name them `{model,optim,extra_state}_world_size_W_rank_R.pt`. accelerate (`use_dcp=False`) names them
+`pytorch_model_fsdp_0_rankR.bin` and `optimizer_0_rankR.bin` (utils/fsdp_utils.py, 1.15); how many ranks saved, the mesh
+of their DTensors alone says.
 
 EasyR1 saves what `get_state_dict` gives for FSDP1 and FSDP2, by names; verl `model.state_dict()` and
 `optimizer.state_dict()`, whose states have numbers (verl/utils/checkpoint/fsdp_checkpoint_manager.py of each). The
@@ -17,7 +21,16 @@ from math import prod
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointNotFound, Fault, ReshardError, UnsupportedLayout, faults_of, raise_faults
+from ds_reshard.errors import (
+    CheckpointDamaged,
+    CheckpointNotFound,
+    Fault,
+    ReshardError,
+    UnsafePickle,
+    UnsupportedLayout,
+    faults_of,
+    raise_faults,
+)
 from ds_reshard.formats.fsdp.flat_parameters import (
     FlatStates,
     damaged,
@@ -42,35 +55,63 @@ MODEL, OPTIM, EXTRA = "model", "optim", "extra_state"
 UNNAMED = "the optimizer's files name no parameter (verl saves optimizer.state_dict()): left out"
 """How the note of such files begins; why, and what mends it, follow."""
 _NAME = re.compile(r"(model|optim|extra_state)_world_size_(\d{1,9})_rank_(\d{1,9})\.pt")
+_ACCELERATES = re.compile(r"(pytorch_model_fsdp|optimizer)_0_rank(\d{1,9})\.bin")
+_FAMILIES = {"pytorch_model_fsdp": MODEL, "optimizer": OPTIM}
+_SHARDED = "torch.distributed._shard.sharded_tensor"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 _SAVE = "save with FSDP(model, use_orig_params=True, device_mesh=...) and get_state_dict, as EasyR1 does"
 
 
 def list_fsdp(folder: str) -> SavedListing | None:
     """The files of such a folder, None for any other."""
-    if all(family != MODEL for family, _ in _ranks(folder)):
+    sizes = {size for family, size in _ranks(folder) if family == MODEL}
+    if not sizes:
         return None
     roles = {MODEL: "model", OPTIM: "optimizer"}
     files = {}
     for name, nbytes in folders.files(folder).items():
-        match = _NAME.fullmatch(name)
-        files[name] = SavedFile(nbytes=nbytes, role=roles.get(match[1], "other") if match is not None else "other")
-    return SavedListing(format="files of FSDP ranks", writer="EasyR1 or verl", folder=folder, files=files)
+        named = _parsed(name)
+        files[name] = SavedFile(nbytes=nbytes, role=roles.get(named[0], "other") if named is not None else "other")
+    writer = "accelerate" if sizes == {None} else "EasyR1 or verl"
+    return SavedListing(format="files of FSDP ranks", writer=writer, folder=folder, files=files)
+
+
+def _parsed(name: str) -> tuple[str, int | None, int] | None:
+    """The family, the number of ranks, None in accelerate's names, and the rank of a file; None for any other file."""
+    if (match := _NAME.fullmatch(name)) is not None:
+        return match[1], int(match[2]), int(match[3])
+    match = _ACCELERATES.fullmatch(name)
+    return (_FAMILIES[match[1]], None, int(match[2])) if match is not None else None
 
 
 def is_ranks_file(name: str) -> bool:
     """Whether a file is named as one of a rank."""
-    return _NAME.fullmatch(name) is not None
+    return _parsed(name) is not None
 
 
-def file_name(family: str, size: int, rank: int) -> str:
-    return f"{family}_world_size_{size}_rank_{rank}.pt"
+def file_name(family: str, size: int | None, rank: object) -> str:
+    """The name of a rank's file; accelerate's without a `size`."""
+    if size is not None:
+        return f"{family}_world_size_{size}_rank_{rank}.pt"
+    (prefix,) = (prefix for prefix, one in _FAMILIES.items() if one == family)
+    return f"{prefix}_0_rank{rank}.bin"
 
 
 def read_top(path: str, what: str = "is no state dict", expected: str = "names and tensors") -> dict[object, object]:
-    """What torch.save was given, as records; CheckpointDamaged where it is no dict."""
-    with open_archive(path) as archive:
-        top = archive.load()
+    """What torch.save was given, as records; CheckpointDamaged where it is no dict.
+
+    UnsupportedLayout for the ShardedTensors of FSDP1 without a device mesh, whose pickle calls getattr.
+    """
+    try:
+        with open_archive(path) as archive:
+            top = archive.load()
+    except UnsafePickle as error:
+        if _SHARDED in str(error):
+            sharded = "holds ShardedTensors, as FSDP1 without a device mesh saves: none is read here"
+            again = "torch.load(FILE, weights_only=False), and save with device_mesh=... or use_dcp=True"
+            mend = f"accelerate's load does not read it either; load it on as many ranks with {again}"
+            refuse(UnsupportedLayout.fault(path, sharded, mend=mend))
+        raise
     if not isinstance(top, dict):
         refuse(damaged(path, what, expected, type(top).__name__))
     return top
@@ -168,10 +209,12 @@ class FsdpCheckpoint(SavedState):
     """A folder; a family is "model" or "optim", a shard one rank's file. `first` is what rank 0's files hold.
 
     `flat` are the states of flat parameters, where the order of these is there, and `plain` those of rank 0's file that
-    are plain numbers. `unnamed` says why no file tells whose states those of the optimizer are.
+    are plain numbers. `unnamed` says why no file tells whose states those of the optimizer are. `accelerates` are the
+    names of its files.
     """
 
     ranks: int
+    accelerates: bool = False
     first: Mapping[str, Mapping[TensorKey, TensorShard]]
     flat: FlatStates | None = None
     plain: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
@@ -182,7 +225,10 @@ class FsdpCheckpoint(SavedState):
         return _parameters(self.first[MODEL], self.ranks)
 
     def path(self, family: str, rank: int) -> str:
-        return os.path.join(self.folder, file_name(family, self.ranks, rank))
+        return os.path.join(self.folder, self.file_name(family, self.ranks, rank))
+
+    def file_name(self, family: str, size: int, rank: int) -> str:
+        return file_name(family, None if self.accelerates else size, rank)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
         """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
@@ -256,20 +302,22 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
     subject = f"checkpoint {folder}"
     wanted = (MODEL, OPTIM) if optimizer else (MODEL,)
     ranks = {at: found for at, found in _ranks(folder).items() if at[0] in wanted}
-    sizes = sorted({size for _, size in ranks})
+    sizes = {size for _, size in ranks}
     if not sizes:
         mend = "give the folder that holds them"
         raise CheckpointNotFound.of(folder, "holds no model_world_size_*.pt", mend=mend)
     if len(sizes) > 1:
-        several = damaged(folder, "holds files of several world sizes", "one", ", ".join(map(str, sizes)))
+        found = sorted(str(size or "accelerate's, which tell none") for size in sizes)
+        several = damaged(folder, "holds files of several world sizes", "one", ", ".join(found))
         raise_faults([several], subject=subject)
-    (size,) = sizes
+    (named,) = sizes
+    size = saved_ranks(folder) if named is None else named
     families = sorted({MODEL, *(family for family, _ in ranks)})
     raise_faults(
-        [fault for family in families for fault in _missing(folder, family, size, ranks.get((family, size), set()))],
+        [fault for family in families for fault in _missing(folder, family, named, size, ranks.get((family, named)))],
         subject=subject,
     )
-    paths = {family: os.path.join(folder, file_name(family, size, 0)) for family in families}
+    paths = {family: os.path.join(folder, file_name(family, named, 0)) for family in families}
     model = _read(paths[MODEL], MODEL, {})
     shapes = {key.name: shard.shape for key, shard in model.tensors.items()}
     optim = _read(paths[OPTIM], OPTIM, _parameters(model.tensors, size)) if OPTIM in paths else None
@@ -279,7 +327,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
     unnamed: Fault | None = None
     single: dict[TensorKey, TensorShard] = {}
     if optim is not None and optim.unnamed:
-        flat = _flat(folder, size, model, shapes)
+        flat = _flat(folder, named, size, model, shapes)
         facts = flat.facts if flat is not None else None
         unnamed = optim.unnamed if flat is None else None
     elif optim is not None:
@@ -297,6 +345,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
     opened = FsdpCheckpoint(
         folder=folder,
         ranks=size,
+        accelerates=named is None,
         layout=Layout(placements, dict.fromkeys(families, size)),
         facts=facts,
         first={family: file.tensors for family, file in read.items()},
@@ -304,6 +353,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
         plain=optim.scalars if optim is not None else {},
         unnamed=unnamed,
         notes=(f"{UNNAMED}, as {unnamed.what} ({unnamed.found}); {unnamed.mend}",) if unnamed is not None else (),
+        left_out=tuple(_left_out(folder)) if named is None else (),
     )
     if facts is not None and not any(placement.family == OPTIM for placement in placements.values()):
         raise_faults(_unlike_ranks(opened), subject=subject)
@@ -319,18 +369,34 @@ def _unlike_ranks(opened: FsdpCheckpoint) -> Iterator[Fault]:
             yield from faults_of(error)
 
 
-def _ranks(folder: str) -> dict[tuple[str, int], set[int]]:
-    """The ranks of which the folder has a file, by family and world size."""
-    found: dict[tuple[str, int], set[int]] = {}
-    for match in map(_NAME.fullmatch, folders.names(folder)):
-        if match is not None:
-            found.setdefault((match[1], int(match[2])), set()).add(int(match[3]))
+def _ranks(folder: str) -> dict[tuple[str, int | None], set[int]]:
+    """The ranks of which the folder has a file, by family and the world size of the name."""
+    found: dict[tuple[str, int | None], set[int]] = {}
+    for named in map(_parsed, folders.names(folder)):
+        if named is not None:
+            found.setdefault(named[:2], set()).add(named[2])
     return found
+
+
+def saved_ranks(folder: str) -> int:
+    """How many ranks have saved accelerate's files: the mesh of the first DTensor says, 1 where no tensor has one."""
+    path = os.path.join(folder, file_name(MODEL, None, 0))
+    tensors = _read(path, MODEL, {}).tensors if folders.exists(path) else {}
+    meshes = [shard.ranks for shard in tensors.values() if shard.ranks is not None]
+    return meshes[0] if meshes else 1
+
+
+def _left_out(folder: str) -> Iterator[str]:
+    """The files beside accelerate's of the first model: further models, the scheduler, random states."""
+    names = [name for name in folders.names(folder) if name != "ds_reshard.json" and not is_ranks_file(name)]
+    if names:
+        yield f"left out, as nothing here reads them: {', '.join(names)}"
 
 
 def other_size(folder: str, size: int) -> Iterator[Fault]:
     """A fault where a folder has files of other numbers of ranks alone: each rank looks for one under its own."""
-    sizes = sorted({saved for family, saved in _ranks(folder) if family == MODEL})
+    named = {saved for family, saved in _ranks(folder) if family == MODEL}
+    sizes = sorted({saved_ranks(folder) if saved is None else saved for saved in named})
     if sizes and size not in sizes:
         found, out = " and ".join(map(str, sizes)), f"{folder.rstrip(os.sep)}-dp{size}"
         mend = f"ds-reshard convert {shlex.quote(folder)} {shlex.quote(out)} --to fsdp --dp {size}, and load {out}"
@@ -338,19 +404,26 @@ def other_size(folder: str, size: int) -> Iterator[Fault]:
         yield UnsupportedLayout.fault(folder, what, str(size), found, mend=mend)
 
 
-def _missing(folder: str, family: str, size: int, there: set[int]) -> Iterator[Fault]:
-    if there != set(range(size)):
-        shown = ", ".join(map(str, sorted(set(range(size)) - there)[:16])) or "none"
-        what = f"files {family}_world_size_{size}_rank_*.pt are not those of {size} ranks"
-        yield damaged(folder, what, f"ranks 0 to {size - 1}", f"{len(there)} files; missing {shown}")
+def _missing(folder: str, family: str, named: int | None, size: int, there: set[int] | None) -> Iterator[Fault]:
+    there, ranks = there or set(), set(range(size))
+    if there != ranks:
+        missing, further = (", ".join(map(str, sorted(some)[:16])) or "none" for some in (ranks - there, there - ranks))
+        what = f"files {file_name(family, named, '*')} are not those of {size} ranks"
+        found = f"{len(there)} files; missing {missing}"
+        fault = damaged(folder, what, f"ranks 0 to {size - 1}", found)
+        if named is None and there > ranks:  # which the names of EasyR1 and verl rule out
+            mend = f"move them out of the folder if the save of {size} ranks, as rank 0's mesh says, is the later one"
+            found = f"files of ranks {further} too, of another save"
+            fault = CheckpointDamaged.fault(folder, what, fault.expected, found, mend=mend)
+        yield fault
 
 
-def _flat(folder: str, size: int, model: _File, shapes: Mapping[str, Shape]) -> FlatStates | None:
+def _flat(folder: str, named: int | None, size: int, model: _File, shapes: Mapping[str, Shape]) -> FlatStates | None:
     """The states of flat parameters, None where nothing tells their order."""
     order = read_order(folder, shapes)
     if order is None:
         return None
-    paths = [os.path.join(folder, file_name(OPTIM, size, rank)) for rank in range(size)]
+    paths = [os.path.join(folder, file_name(OPTIM, named, rank)) for rank in range(size)]
     replicas = max((shard.replicas for shard in model.tensors.values()), default=1)
     return read_flat(paths, [read_top(path) for path in paths], order, family=OPTIM, shards=size // replicas)
 
@@ -507,7 +580,7 @@ def _differs(
     expected = f"{first.local.dtype.label} {list(first.shape)}, axis {first.dim}, {first.replicas} times"
     found = f"{shard.local.dtype.label} {list(shard.shape)}, axis {shard.dim}, {shard.replicas} times"
     if shard.ranks not in (None, size):
-        what = f"{key} lies on a mesh of another size than the file's name says"
+        what = f"{key} lies on a mesh of another size than the files' names or rank 0's say: of another save"
         yield damaged(path, what, f"{size} ranks", f"{shard.ranks} ranks")
         return
     if expected != found:
@@ -525,7 +598,7 @@ def _differs(
 
 def wrong_extra(folder: str, ranks: int) -> list[Fault]:
     """Extra states that lack, where some rank has saved one, and those of another number of ranks."""
-    found = sorted({size for family, size in _ranks(folder) if family == EXTRA} - {ranks})
+    found = sorted({size or 0 for family, size in _ranks(folder) if family == EXTRA} - {ranks})
     others = [f"{EXTRA}_world_size_{size}_rank_*.pt" for size in found]
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
     missing = [path for path in paths if not folders.exists(path)]
@@ -545,7 +618,7 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
     """
     raise_faults(wrong_extra(folder, ranks), subject="reading a checkpoint")
     paths = [os.path.join(folder, file_name(EXTRA, ranks, rank)) for rank in range(ranks)]
-    if not folders.exists(paths[0]):
+    if not any(map(folders.exists, paths)):
         return []
     saved = [read_top(path, "is no extra state", "lr_scheduler and rng") for path in paths]
     first, *others = ({(str(name), canonical(value)) for name, value in top.items() if name != "rng"} for top in saved)
@@ -564,7 +637,7 @@ def survey_extra(folder: str) -> list[Fault]:
     sizes = {size for family, size in _ranks(folder) if family == MODEL}
     try:
         for size in sizes if len(sizes) == 1 else ():  # several are told when the folder is opened
-            extra_trees(folder, size, 0)
+            extra_trees(folder, size or 0, 0)
     except ReshardError as error:
         return faults_of(error)
     return []

@@ -1,4 +1,4 @@
-"""Folders of EasyR1 and verl as the door knows them."""
+"""Folders of EasyR1, verl and accelerate as the door knows them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class OpenedFsdp(SavedCheckpoint):
         yield from self.state.notes_on_buffers()
 
     def left_out(self) -> tuple[str, ...]:
-        return (*self._extra_left_out(), *self.replica_notes())
+        return (*self.state.left_out, *self._extra_left_out(), *self.replica_notes())
 
     def _extra_left_out(self) -> tuple[str, ...]:
         if any(name.startswith("extra_state") for name in self.files):

@@ -120,7 +120,7 @@ class _Writing:
     @property
     def _whole(self) -> bool:
         """Whether every tensor is written whole, as under one rank of FSDP1."""
-        return self.size == 1 and (self.config or {}).get("FSDP_version") != 2
+        return self.size == 1 and (self.config or {}).get("FSDP_version") != 2 and not self.source.accelerates
 
     def placements(self) -> Iterator[Placement]:
         for family, tensors in self.source.first.items():
@@ -142,7 +142,7 @@ class _Writing:
             data = ranks_data(self.size) if meshed else {}
             for rank in range(self.size):
                 tree = partial(self._tree, family, rank)
-                file = TargetFile(name=file_name(family, self.size, rank), tree=tree, data=data)
+                file = TargetFile(name=self.source.file_name(family, self.size, rank), tree=tree, data=data)
                 yield Unit(family=family, shard=rank, files=(file,))
         for rank in range(len(self.extra)):
             file = TargetFile(name=file_name(EXTRA, self.size, rank), tree=partial(self.extra.__getitem__, rank))
@@ -214,6 +214,8 @@ class _Writing:
     def notes(self) -> Iterator[str]:
         saved, size = self.source.ranks, self.size
         yield from self.source.notes_on_buffers()
+        if self.source.accelerates and size == 1:
+            yield "for FSDP2: FSDP1 shards nothing under one rank, and does not load DTensors there; give --to dcp"
         if self.extra and size > saved:
             yield f"ranks {saved} to {size - 1} have no random states: those that the run seeds hold"
         if self.extra and size < saved:
@@ -382,7 +384,7 @@ class Meshes:
             self.path,
             f"{what} is not known here, and may depend on the number of ranks",
             "a mesh of one dimension over all ranks, or of two for HSDP, as torch 2.13 keeps it",
-            mend="load it with the number of ranks that saved it, and save it with torch 2.13",
+            mend="give --to dcp, which any mesh loads; or load it on as many ranks, and save it with torch 2.13",
         )
         raise error_of([fault], subject="converting")
 

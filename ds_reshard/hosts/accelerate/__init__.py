@@ -5,9 +5,12 @@ Importing this loads neither accelerate nor torch; the seams are in the modules 
 
 from __future__ import annotations
 
+import os
+
 from ds_reshard import hosts
 from ds_reshard.errors import HookError
 from ds_reshard.hooks import Call, HostHooks, Patch, Seam
+from ds_reshard.operations.ranks import agree, attempt, world_size
 from ds_reshard.resume.schedulers import clock_in
 
 
@@ -25,6 +28,17 @@ def refuse_clock(call: Call) -> object:
 
 def load_fsdp_optimizer(call: Call) -> object:
     hosts.begin_states(call["fsdp_plugin"], call["optimizer"])
+    return call()
+
+
+def load_fsdp_model(call: Call) -> object:
+    """Refuse files of ranks (use_dcp=False) that another number of ranks has saved; collective."""
+    if not call.arguments.get("use_dcp", True):
+        from ds_reshard.formats.fsdp.checkpoint import other_size
+
+        folder = os.fspath(call["input_dir"])
+        faults, unread, _ = attempt(lambda: list(other_size(folder, world_size())))
+        agree([*(faults or ()), *unread], subject=f"loading {folder}")
     return call()
 
 
@@ -59,6 +73,12 @@ HOOKS = HostHooks(
             wrapper=Seam(f"{__name__}.state:load_state"),
             signature=("input_dir",),
             summary="goes on with the schedule on either clock, and in step on ranks that are new",
+        ),
+        Patch(
+            target="accelerate.utils.fsdp_utils:load_fsdp_model",
+            wrapper=Seam(f"{__name__}:load_fsdp_model"),
+            signature=("fsdp_plugin", "accelerator", "model", "input_dir"),
+            summary="refuses files of ranks that another number of ranks has saved, with the line that converts them",
         ),
         Patch(
             target="accelerate.utils.fsdp_utils:load_fsdp_optimizer",

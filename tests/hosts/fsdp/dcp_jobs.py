@@ -160,7 +160,7 @@ def resume(folder: str, model: Model, first: int, steps: int, out: str) -> list[
 
 
 def accelerates(
-    folder: str, model: Model, out: str | None = None, kind: str = "SHARDED_STATE_DICT", use_dcp: bool = True
+    folder: str, model: Model, out: str | None = None, kind: str = "SHARDED_STATE_DICT"
 ) -> dict[tuple[str, str], torch.Tensor]:
     """Save two steps of FSDP2 by accelerate's own functions, or load what is there by them; what is held then, whole.
 
@@ -187,8 +187,8 @@ def accelerates(
             net(*batch(step, dist.get_rank(), dist.get_world_size())).backward()
             optimizer.step()
             optimizer.zero_grad()
-        fsdp_utils.save_fsdp_model(plugin, accelerator, net, out, use_dcp=use_dcp)
-        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, net, out, use_dcp=use_dcp)
+        fsdp_utils.save_fsdp_model(plugin, accelerator, net, out)
+        fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, net, out)
     else:
         fsdp_utils.load_fsdp_model(plugin, accelerator, net, folder)
         fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, net, folder)

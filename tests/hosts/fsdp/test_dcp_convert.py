@@ -112,11 +112,11 @@ def test_what_accelerate_gathers_on_one_rank_is_converted(worlds: Any, tmp_path:
         assert rank["steps"] == loaded[0]["steps"]
 
 
-def test_a_file_for_each_rank_is_refused_by_name(worlds: Any, tmp_path: Path) -> None:
-    """As accelerate saves with use_dcp=False, and as torch's writer of Hugging Face's files does."""
+def test_a_file_for_each_rank_is_refused_by_name(tmp_path: Path) -> None:
+    """As accelerate saves with LOCAL_STATE_DICT, and as torch's writer of Hugging Face's files does."""
     folder = tmp_path / "accelerate"
-    given = {"folder": "", "model": Model(), "out": str(folder), "use_dcp": False}
-    worlds[2].run("dcp_jobs.accelerates", **given)
+    folder.mkdir()
+    torch.save({"weight": torch.ones(3)}, folder / "pytorch_model_fsdp_rank0.bin")
     with pytest.raises(ds_reshard.UnsupportedLayout, match="a file for each rank, as accelerate saves"):
         inspect(str(folder))
     parts = str(tmp_path / "parts")
