@@ -720,11 +720,21 @@ def _configurations(content: Content) -> list[tuple[str, Mapping[str, object]]]:
         if not held.get("group_query_attention", True):
             held["num_query_groups"] = held.get("num_attention_heads")
         held |= {other: held[name] for name, other in _OF_MEGATRON.items() if held.get(name) is not None}
+        held |= _dense_layers(held.get("moe_layer_freq"))
         found.append((content.folder, held))
     for folder in (content.folder, os.path.dirname(os.path.abspath(content.folder))):
         for path in (f"{folder}/config.json", f"{folder}/model_config.json"):
             found.append((path, _config(path)))
     return [(where, held) for where, held in found if held]
+
+
+def _dense_layers(frequency: object) -> dict[str, int]:
+    """Return how many layers come before those with experts, if `moe_layer_freq` is a list of zeros, then ones."""
+    if not isinstance(frequency, list) or 1 not in frequency:
+        return {}
+    dense = frequency.index(1)
+    told = frequency == [0] * dense + [1] * (len(frequency) - dense)
+    return {"first_k_dense_replace": dense} if told else {}
 
 
 def _completed(told: Mapping[str, int]) -> dict[str, int]:

@@ -321,6 +321,19 @@ def test_rotary_rows_that_are_not_interleaved_are_refused_for_deepseek() -> None
     assert "rope_interleave: is not what the map was written for" in said
 
 
+@pytest.mark.parametrize(
+    ("frequency", "dense"),
+    [([0, 0, 1, 1], 2), ([1, 1], 0), *(((one, None)) for one in ([0, 1, 0, 1], [1, 0], [0, 2], [0, 0], [[1]], 2, "1"))],
+)
+def test_dense_layers_come_first_if_a_list_of_megatron_says_so(frequency: Any, dense: int | None) -> None:
+    """A list of another form tells no number, and none is guessed."""
+    held = small([{"a": "dense.{k}", "b": "{k}"}, {"a": "other", "b": "o"}], {"k": "first_k_dense_replace"})
+    held["indices"] = {"k": "k"}
+    shapes = {f"dense.{k}": (3,) for k in range(dense or 0)} | {"other": (3,)}
+    said = refused(held, shapes, objects={("args",): {"moe_layer_freq": frequency}})
+    assert said == "" if dense is not None else "no file tells: first_k_dense_replace" in said
+
+
 def test_the_tensors_of_a_refused_entry_are_not_said_to_be_in_no_entry() -> None:
     held, shapes, _ = WRONG["a transposed part"]
     assert refused(held, shapes).count("\n") == 0

@@ -143,22 +143,37 @@ class Source:
         return {(float(str(row[BASE])), float(str(row[LAST]))) for row in rows}
 
 
-def source_of(load: Load, folder: str, world: ProcessGroup) -> Source:
-    """What lies in a folder, as all ranks see it. Collective: a fault on any rank is one on every rank."""
+def source_of(load: Load, folder: str, world: ProcessGroup, model: object = None) -> Source:
+    """What lies in a folder, as all ranks see it. Collective: a fault on any rank is one on every rank.
+
+    `model` is the one that is loaded, which tells its configuration in a loop of the user's own.
+    """
     if load.source is not None and load.source.folder == folder:
         return load.source
-    subject = f"loading {folder}"
+    subject, coming = f"loading {folder}", _coming(load, model)
     with same_files(world, subject=subject):
-        found = run_on_all(lambda: _open(folder, load.policy) or Source(folder), world, subject=subject)
+        found = run_on_all(lambda: _open(folder, load.policy, coming) or Source(folder), world, subject=subject)
         raise_faults(unseen_faults(folder, gather(found.foreign, world)), subject=subject)
     agree_files({os.path.join(folder, META): digest(found.metadata)}, world, subject=subject)
     load.source = found
     return found
 
 
-def foreign_of(load: Load, folder: str, world: ProcessGroup) -> Source | None:
+def _coming(load: Load, model: object) -> Coming:
+    """Return what the run tells of its model: the trainer's configuration, or that of a model without a trainer.
+
+    nanotron's `LlamaConfig` and `Qwen2Config` have the names of transformers (config/models_config.py, commit 2411b02).
+    """
+    where, config = "the run's model.model_config", config_of(load, "model.model_config")
+    if load.trainer is None:
+        where, config = "the run's model.config", getattr(model, "config", None)
+    told = getattr(config, "__dict__", {})
+    return Coming(configurations=((where, told),) if told else ())
+
+
+def foreign_of(load: Load, folder: str, world: ProcessGroup, model: object = None) -> Source | None:
     """The same, None of nanotron's own: its functions that ask are not collective. Collective where it is another's."""
-    found = source_of(load, folder, world) if not _is_own(folder) else None
+    found = source_of(load, folder, world, model) if not _is_own(folder) else None
     return found if found is not None and found.foreign else None
 
 
@@ -167,7 +182,7 @@ def _is_own(folder: str) -> bool:
     return not is_url(folder) and (is_nanotron(folder) or not os.path.isdir(folder))
 
 
-def _open(folder: str, policy: ResumePolicy) -> Source | None:
+def _open(folder: str, policy: ResumePolicy, coming: Coming) -> Source | None:
     """A folder of another format, its weights alone if the policy leaves out an optimizer that cannot be opened."""
     try:
         found = find_listing(folder, None) if not _is_own(folder) else None
@@ -176,20 +191,20 @@ def _open(folder: str, policy: ResumePolicy) -> Source | None:
     if found is None or (is_nanotron(found.folder) and not is_url(folder)):
         return None
     try:
-        return _opened(folder, found, masters=policy.loads_masters)
+        return _opened(folder, found, coming, masters=policy.loads_masters)
     except (CheckpointDamaged, CheckpointNotFound, ReadFailed, UnsupportedLayout):
         if policy.loads_masters or policy.keeps_position:  # the schedule is by the optimizer's groups
             raise
-        return _opened(folder, found, masters=False, optimizer=False)
+        return _opened(folder, found, coming, masters=False, optimizer=False)
 
 
-def _opened(folder: str, found: Found, *, masters: bool, optimizer: bool = True) -> Source:
+def _opened(folder: str, found: Found, coming: Coming, *, masters: bool, optimizer: bool = True) -> Source:
     checkpoint, path = open_checkpoint(found, whole=False, optimizer=optimizer), asked_names()
     content, layout = checkpoint.content(), checkpoint.layout
     faults = list(checkpoint.index.faults)
     note_names()
     if path is not None:
-        content, layout, found_faults, _ = read_name_map(path).apply(content, layout, Coming())
+        content, layout, found_faults, _ = read_name_map(path).apply(content, layout, coming)
         faults += found_faults
     raise_faults([*faults, *unproved(checkpoint, None if masters else ())], subject=f"loading {folder}")
     return Source(content.folder, (checkpoint, content, layout))
@@ -347,7 +362,7 @@ def load_weights(call: Call) -> object:
     """
     context, folder = cast(ParallelContext, call["parallel_context"]), folder_of(call["root_folder"])
     load = current()
-    foreign = foreign_of(load, folder, context.world_pg)
+    foreign = foreign_of(load, folder, context.world_pg, call["model"])
     if foreign is None:
         return call() if load.trainer is None else _own_weights(call, load, context, folder)
     subject, world = f"loading {folder}", context.world_pg

@@ -411,8 +411,10 @@ def copies() -> str:
 def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed: Any) -> dict[str, Any]:
     """What the trainer has after it was given a folder of any format: differences of weights and states, or the error.
 
-    `names` is the path of a map of names, or each rank's own; `stages` are the data stages of its configuration.
+    `names` is the path of a map of names, or each rank's own; `stages` are the data stages of its configuration, and
+    `model_config` what it says of the model. With `loop` the weights are loaded without a trainer first.
     """
+    from nanotron import trainer as nanotrons
     from nanotron.trainer import DistributedTrainer
 
     from ds_reshard.operations.name_map import ask_names
@@ -422,12 +424,15 @@ def other(run: Run, folder: str, policy: dict[str, Any] | None = None, **changed
     config = config_for(run, context, None, **changed)
     config.checkpoints.resume_checkpoint_path = Path(folder)
     config.model, config.data_stages = model, changed.get("stages", [])
+    model.model_config = model.config = SimpleNamespace(**changed.get("model_config", {}))
     config.build_optimizer = lambda: build(run, context, model=model)
     before = {name: one.detach().clone() for name, one in model.named_parameters()}
     names = changed.get("names")
     ask_names(names[dist.get_rank()] if isinstance(names, list) else names)
     try:
         with hooked(policy):
+            if changed.get("loop"):
+                nanotrons.load_weights(model=model, parallel_context=context, root_folder=Path(folder))
             trainer = DistributedTrainer(config)
             trainer.first_step()
             report = last_report() if dist.get_rank() == 0 else None

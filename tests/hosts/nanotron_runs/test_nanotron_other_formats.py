@@ -128,6 +128,31 @@ def test_names_of_another_framework(folders: Any, worlds: Any, tmp_path: Path) -
     assert len({one["text"] for one in refused}) == 1 and "DS_RESHARD_SETTINGS" in refused[0]["text"]
 
 
+@pytest.mark.parametrize("loop", [False, True], ids=["trainer", "loop"])
+def test_a_map_is_applied_to_the_model_that_the_run_tells(
+    loop: bool, folders: Any, worlds: Any, tmp_path: Path
+) -> None:
+    """Of rows in another order, and of another number, each would load without a word: the shapes fit."""
+    names = sorted({name for name, kind in values(Run()) if kind == "weight"})
+    entries = [{"nanotron": name, "transformers": f"model.{name}"} for name in names]
+    for path, numbers in (("there.json", {}), ("back.json", {"d": "head_dim"})):
+        held = {"sides": ["nanotron", "transformers"], "numbers": numbers, "entries": entries}
+        (tmp_path / path).write_text(json.dumps(held))
+    convert(folders("zero2"), str(tmp_path / "out"), to="dcp", names=str(tmp_path / "there.json"))
+    (tmp_path / "out" / "config.json").write_text(json.dumps({"head_dim": 8}))
+    asked: dict[str, Any] = {"names": str(tmp_path / "back.json"), "loop": loop}
+    for config, why in (
+        ({"head_dim": 8, "rope_interleaved": True}, "rope_interleaved: is set, and the map was not written for it"),
+        ({"head_dim": 4}, "head_dim: is another number in one file than in another (expected one, found 8 in "),
+    ):
+        refused = given(worlds, Run(dp=2), str(tmp_path / "out"), model_config=config, **asked)
+        assert {one["error"] for one in refused} == {"ModelMismatch"} and all(one["unchanged"] for one in refused)
+        assert len({one["text"] for one in refused}) == 1 and why in refused[0]["text"], refused[0]["text"]
+    config = {"head_dim": 8, "rope_interleaved": False}
+    for one in given(worlds, Run(dp=2), str(tmp_path / "out"), model_config=config, **asked):
+        assert (one["weights"], one["states"]) == ([], [])
+
+
 @pytest.mark.parametrize("on_nodes", [True, False], ids=["one path on two nodes", "two paths"])
 def test_ranks_with_two_maps_of_names_load_nothing(on_nodes: bool, folders: Any, worlds: Any, tmp_path: Path) -> None:
     """Two weights of one shape are exchanged in the map of one rank, so that each rank alone would load."""
