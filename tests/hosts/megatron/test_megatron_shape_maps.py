@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,6 +25,8 @@ from ds_reshard.operations.values import logical, read_spans
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 ROOT = Path(__file__).parents[3]
 HEADS, GROUPS = 4, 2
+WORDS = 100
+"""Of the tokenizer; other rows of the vocabulary are padding."""
 TIMEOUT_S = 900
 PRINTED = (
     r"Megatron-LM, tp 2, dp 2, steps 1 to 60: loss (?P<first>\S+) to (?P<last>\S+)\n"
@@ -111,6 +114,32 @@ def test_there_and_back(releases: Any, saved: Saved, tmp_path: Path, world: str,
         "format_jobs:loaded", ranks=2, arguments=f"{arguments} {TP} --ckpt-format torch_dist", folder=str(back)
     )
     for rank in told:
+        assert rank["wrong"] == [] and rank["compared"] > 1000
+
+
+def test_a_vocabulary_loses_its_padding_and_gets_it_back_as_zeros(releases: Any, saved: Saved, tmp_path: Path) -> None:
+    """By the shipped map with a view for two tensors, as docs/maps.md says; Megatron-LM loads what comes back."""
+    source, names, zero, back = saved("gated tp2 pp2", "buckets"), *(tmp_path / one for one in ("map", "zero", "back"))
+    held = json.loads((ROOT / "ds_reshard" / "maps" / "llama-megatron.json").read_text())
+    for entry in held["entries"]:
+        if entry["megatron"] in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            entry["megatron"] += " : v+pad h"
+            entry["transformers"] = [entry["transformers"], None]
+    before = values(source)
+    rows = before["output_layer.weight", "weight"].shape[0]
+    held["numbers"] |= {"v": WORDS, "pad": rows - WORDS}
+    names.write_text(json.dumps(held))
+    made = convert(str(source), str(zero), to="zero1", dp=2, names=str(names))
+    assert sum("(largest: weight " in note for note in made.notes) == 2 and rows > WORDS
+    assert values(zero)["lm_head.weight", "exp_avg"].equal(before["output_layer.weight", "exp_avg"][:WORDS])
+    made = convert(str(zero), str(back), to="megatron", names=str(names), like=str(source))
+    assert sum(note.startswith("made of zeros: ") for note in made.notes) == 2
+    for (name, _), one in before.items():
+        if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+            one[WORDS:] = 0
+    assert_equal(values(back), before)
+    arguments = f"{DISTRIBUTED}{GATED}{TP}--ckpt-format torch_dist"
+    for rank in releases["0.19.2"].run("format_jobs:loaded", ranks=2, arguments=arguments, folder=str(back)):
         assert rank["wrong"] == [] and rank["compared"] > 1000
 
 
