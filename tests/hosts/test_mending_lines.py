@@ -391,7 +391,7 @@ FOLLOWED = {
     "verl's folder under other ranks": (
         "hosts/fsdp/test_fsdp_convert.py::test_a_manager_under_other_ranks_is_told_what_to_convert"
     ),
-    "a second name of FSDP2": "hosts/fsdp/test_fsdp_convert.py::test_a_tied_weight_is_one_parameter_with_two_names",
+    "numbers of several groups of verl": "hosts/fsdp/test_fsdp_convert.py::test_numbers_of_two_groups_are_not_guessed",
     "the folder of a tag": "hosts/deepspeed/test_arguments.py::test_the_folder_of_a_tag",
     "a batch that ranks cannot divide": "unit/test_batch.py::test_each_way_that_is_offered_passes",
     "a position at other processes": (
@@ -399,6 +399,9 @@ FOLLOWED = {
     ),
     "either clock of a placeholder": (
         "hosts/accelerate/test_positions.py::test_either_clock_of_a_scheduler_on_a_placeholder"
+    ),
+    "a loose load of accelerate's own": (
+        "hosts/accelerate/test_loose_loads.py::test_none_of_what_is_trained_is_an_error_and_its_line_mends_it"
     ),
     "torch's own load": (
         "hosts/deepspeed/test_wrapped_names.py::test_torchs_own_load_that_finds_nothing_is_mended_by_its_lines"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
@@ -37,12 +38,15 @@ from ds_reshard.resume.schedulers import (
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
+    from torch.optim.lr_scheduler import LRScheduler
 
     from ds_reshard.hosts.accelerate.state import Tracked
 
 logger = logging.getLogger("ds_reshard")
 
 _KEY = '"accelerate": {"position": "%s"}'
+_BEGINNINGS: weakref.WeakKeyDictionary[LRScheduler, Beginning] = weakref.WeakKeyDictionary()
+"""Schedulers as the first load that moved them found them, for a run that goes back to its checkpoint."""
 
 
 @contextmanager
@@ -67,7 +71,8 @@ def translated(
         now = 1 if wrapper.split_batches else accelerator.num_processes
         if wrapper.step_with_optimizer and now != then and kind_of(wrapper.scheduler) in (TORCH, DEEPSPEED):
             noted = mine.beginning if mine is not None and mine.scheduler is wrapper.scheduler else None
-            start = noted or Beginning(wrapper.scheduler)
+            start = noted or _BEGINNINGS.get(wrapper.scheduler) or Beginning(wrapper.scheduler)
+            _BEGINNINGS[wrapper.scheduler] = start
             wrapper.load_state_dict = functools.partial(_take, accelerator, wrapper, start, policy, (then, now))
             wrappers.append(wrapper)
     try:

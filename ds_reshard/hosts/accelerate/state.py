@@ -30,6 +30,7 @@ from ds_reshard.formats.zero.names import OPTIMIZER_FILES, pattern_in_path
 from ds_reshard.hooks import Call
 from ds_reshard.hosts.accelerate import positions
 from ds_reshard.hosts.accelerate.prepare_arguments import without_params
+from ds_reshard.hosts.accelerate.unfound import trained_names_checked
 from ds_reshard.operations.pickles import refuse_unsafe_folder, trusting
 from ds_reshard.operations.ranks import gather, run_on_all
 from ds_reshard.resume import schedulers
@@ -171,7 +172,10 @@ def load_state(call: Call) -> object:
         run_on_all(lambda: refuse_unapplied("this Accelerator"), subject=f"loading {where}")
         if where is not None:
             _counted_data(accelerator, where)
-        with positions.translated(accelerator, _steps(accelerator, where), None, ResumePolicy()):
+        with (
+            trained_names_checked(accelerator, where, call["load_model_func_kwargs"]),
+            positions.translated(accelerator, _steps(accelerator, where), None, ResumePolicy()),
+        ):
             result = original()
         _agree_on_step(accelerator, where, last_report())
         return result

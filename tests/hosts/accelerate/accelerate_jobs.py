@@ -121,3 +121,30 @@ def shared_sequence(stage: int, sp: int, folder: str, again: str) -> str:
         optimizer.step()
     accelerator.save_state(again or folder)
     return "loaded" if again else "saved"
+
+
+def without_deepspeed(wrapper: str, folder: str, safe: bool | None = None, **arguments: Any) -> dict[str, Any]:
+    """Save a network, its file one of safetensors or of torch; or load it, with what was told, and by what error."""
+    import wrapped_jobs
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+    from devices import BACKEND
+
+    import ds_reshard
+
+    jobs.forget_accelerate()
+    torch.manual_seed(99 if safe is None else 7)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)])
+    net = wrapped_jobs.network(wrapper)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.01))
+    net(torch.randn(1, 6)).backward()
+    optimizer.step()
+    before, error = [one.detach().clone() for one in net.parameters()], ""
+    with ds_reshard.install("accelerate"), logs.heard() as told:
+        if safe is not None:
+            accelerator.save_state(folder, safe_serialization=safe)
+        else:
+            error = logs.refusal(lambda: accelerator.load_state(folder, **arguments))
+    after = [one.detach().clone() for one in net.parameters()]
+    changed = [number for number, pair in enumerate(zip(before, after, strict=True)) if not torch.equal(*pair)]
+    return {"weights": after, "changed": changed, "error": error, "told": list(told)}

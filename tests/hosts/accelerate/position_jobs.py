@@ -80,10 +80,11 @@ def run(
     deepspeed: bool = True,
     hooks: bool = True,
     before: int = 0,
+    loads: int = 1,
 ) -> dict[str, Any]:
     """Train and save, or load and train: the rates of the updates, the position, and what was told of it.
 
-    The schedule takes `before` steps before it is prepared.
+    The schedule takes `before` steps before it is prepared; after each of the `loads` but the last it trains as well.
     """
     import ds_reshard
     from ds_reshard.hosts.fsdp.settings import ask_settings
@@ -98,7 +99,10 @@ def run(
         accelerator, model, optimizer, scheduler = _prepared(kind, times, lr, section or {}, deepspeed, before)
         told = stack.enter_context(heard(logging.INFO))
         try:
-            if load:
+            for number in range(loads if load else 0):
+                if number:
+                    _train(accelerator, model, optimizer, scheduler, steps)
+                    told.clear()
                 accelerator.load_state(folder)
             begun = scheduler.scheduler.last_epoch
             rates = _train(accelerator, model, optimizer, scheduler, steps)

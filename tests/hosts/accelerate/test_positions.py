@@ -71,6 +71,16 @@ def test_lengths_that_are_multiplied_by_the_processes(
     assert [f"it goes on at {4 * now}" in line for line in found["told"]] == [True] * (policy != "reset")
 
 
+@pytest.mark.parametrize("kind", ["linear", "CosineAnnealingLR", "SequentialLR"])
+@pytest.mark.parametrize("deepspeed", [True, False], ids=["DeepSpeed", "DDP"])
+def test_a_run_that_goes_back_to_its_checkpoint(worlds: Any, saved: Any, kind: str, deepspeed: bool) -> None:
+    """The second load finds a schedule that has moved, and puts it where the first one did."""
+    folder = saved(2, kind, 2, deepspeed=deepspeed)
+    found = _load(worlds, 1, kind=kind, times=1, folder=folder, deepspeed=deepspeed, loads=2)
+    assert found["position"] == 4 and ["it goes on at 4" in line for line in found["told"]] == [True]
+    _same(found["rates"], rates(kind, 4, 4))
+
+
 @pytest.mark.parametrize("kind", ["linear", "CosineAnnealingLR"])
 @pytest.mark.parametrize("policy", ["host", "override"])
 def test_lengths_in_batches(worlds: Any, saved: Any, tmp_path: Path, kind: str, policy: str) -> None:

@@ -187,7 +187,7 @@ FLAGGED: list[tuple[str, Any, Any]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize(("flags", "pattern", "line"), FLAGGED, ids=[f"{row[0]}: {row[1]}" for row in FLAGGED])
 def test_the_flags_of_the_line_mend_a_load(saved: Saved, releases: Any, flags: str, pattern: str, line: str) -> None:
-    """Preflight, which agrees with the load, says no, and then yes with them."""
+    """Preflight says no, and then yes with them; and so does the load, into which all weights come."""
     asked = {"folder": str(saved(FOUR, "buckets")), "world": 1}
     words = [*G.split(), *flags.split()]
     chain = zip(pattern, line, strict=True) if isinstance(pattern, tuple) else [(pattern, line)]
@@ -199,3 +199,5 @@ def test_the_flags_of_the_line_mend_a_load(saved: Saved, releases: Any, flags: s
         words = amended(words, how.format(*found.groups()), {})
     (said,) = releases["0.19.2"].run("foresee_jobs:foresee", arguments=" ".join(words), **asked)
     assert said["loads"], said["verdict"]
+    (told,) = releases["0.19.2"].run("load_jobs:load", arguments=f"{' '.join(words)} --load {asked['folder']}")
+    assert not [text for text in told["wrong"] if text.startswith("weight")]
