@@ -129,9 +129,13 @@ WRITTEN = [Run(0, 2, "fp32"), Run(0, 2), Run(1, 2), Run("bf16", 2), Run(2, 2), R
 
 
 @pytest.mark.parametrize("run", WRITTEN, ids=str)
-def test_files_of_a_writer_load_at_the_layout_that_was_saved(worlds: Any, tmp_path: Path, run: Run) -> None:
+@pytest.mark.parametrize("unchanged", ["direct", "deepspeed"])
+def test_files_of_a_writer_load_at_the_layout_that_was_saved(
+    worlds: Any, tmp_path: Path, unchanged: str, run: Run
+) -> None:
     """DeepSpeed's engine of "writer" cannot unpickle what it has written, under torch 2.6 and newer."""
-    run = replace(run, config={"checkpoint": {"writer": {"type": "python", "data_parallel": "machine"}}})
+    config: dict[str, Any] = {"checkpoint": {"writer": {"type": "python", "data_parallel": "machine"}}}
+    run = replace(run, config=config | {"ds_reshard": {"reshard": {"unchanged": unchanged}}})
     told = worlds[2].run("refused_jobs.load_by_writer", run=run, model=MODEL, folder=str(tmp_path))
     saved, loaded = [one for one, _, _ in told], [one for _, one, _ in told]
     assert_same(saved, loaded)
