@@ -393,6 +393,10 @@ FOLLOWED = {
     ),
     "numbers of several groups of verl": "hosts/fsdp/test_fsdp_convert.py::test_numbers_of_two_groups_are_not_guessed",
     "the folder of a tag": "hosts/deepspeed/test_arguments.py::test_the_folder_of_a_tag",
+    "the folder of accelerate": (
+        "hosts/accelerate/test_resume_accelerate.py::"
+        "test_a_place_above_a_folder_or_inside_one_is_refused_with_the_line_that_loads_it"
+    ),
     "a batch that ranks cannot divide": "unit/test_batch.py::test_each_way_that_is_offered_passes",
     "a position at other processes": (
         "hosts/accelerate/test_positions.py::test_what_cannot_be_found_out_is_told_with_the_line_that_says_it"

@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ds_reshard import hosts
@@ -153,6 +154,8 @@ def load_state(call: Call) -> object:
     where = os.path.expanduser(os.fspath(input_dir)) if input_dir is not None else _latest(accelerator)
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
     if where is not None:
+        if _by_deepspeed(accelerator):
+            run_on_all(lambda: _refuse_other_places(where), subject=f"loading {where}")
         if _by_deepspeed(accelerator) and not hosts.hooked("deepspeed"):
             raise_faults(pattern_in_path(where, "pytorch_model"), subject=f"loading {where}")
         config, given = getattr(plugin, "deepspeed_config", None), call["load_model_func_kwargs"]
@@ -208,6 +211,23 @@ def load_state(call: Call) -> object:
         _agree_on_step(accelerator, where, before)
         _warn_of_another_batch(accelerator, counted, before)
     return result
+
+
+def _refuse_other_places(where: str) -> None:
+    """Raise CheckpointNotFound for a place above a folder of accelerate, or inside one, and name that folder.
+
+    DeepSpeed would miss a tag, which no argument of `load_state` names.
+    """
+    inside = [os.path.join(where, one) for one in sorted(os.listdir(where))] if os.path.isdir(where) else []
+    above = [str(one) for one in Path(os.path.abspath(where)).parents[:3]]
+    found = [one for one in (*inside, *above) if _holds_an_engine(one)]
+    if found and not _holds_an_engine(where):
+        what, mend = "is above a folder of accelerate, or inside one", f"give load_state {' or '.join(found[:4])}"
+        raise_faults([CheckpointNotFound.fault(where, what, mend=mend)], subject=f"loading {where}")
+
+
+def _holds_an_engine(folder: str) -> bool:
+    return os.path.isdir(os.path.join(folder, "pytorch_model"))
 
 
 def _refuse_absent(accelerator: Accelerator, where: str, *, scheduled: bool) -> None:

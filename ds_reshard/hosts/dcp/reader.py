@@ -28,7 +28,6 @@ from torch.futures import Future
 
 from ds_reshard.containers import folders
 from ds_reshard.containers.digests import digests
-from ds_reshard.containers.pickle_rules import UNSAFE
 from ds_reshard.errors import (
     Fault,
     ModelMismatch,
@@ -375,8 +374,6 @@ class Reader(StorageReader):
         states = self._asks_for_states(plan, planner)
         if self._unread and (faults or states):
             faults = [*faults, *self._unread]
-        elif faults and not states and not any(fault.error in UNSAFE for fault in faults):
-            filling, faults = self._without_optimizer(plan, planner, faults)
         self._warn(planner, faults, filling.trained if filling is not None else frozenset())
         assert filling is not None
         try:
@@ -398,22 +395,6 @@ class Reader(StorageReader):
     def _asks_for_states(self, plan: LoadPlan, planner: TorchPlanner) -> bool:
         wanted = optimizers(getattr(planner, "original_state_dict", {}))
         return any(wanted) or any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
-
-    def _without_optimizer(
-        self, plan: LoadPlan, planner: TorchPlanner, faults: list[Fault]
-    ) -> tuple[Filling | None, list[Fault]]:
-        """The same of the weights alone, where none of these faults is theirs."""
-        whole = self._source
-        try:
-            self._use(open_checkpoint(self._found, whole=False, optimizer=False))
-        except ReshardError:
-            return None, faults
-        filling, others = self._asked(plan, planner)
-        if others:
-            self._use(whole)
-            return None, faults
-        self._leave_out(faults)
-        return filling, []
 
     def _asked(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling | None, list[Fault]]:
         """What this rank is to fill, and everything that is wrong with it: other ranks wait to hear it."""

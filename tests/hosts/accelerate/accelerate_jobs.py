@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import jobs
@@ -54,13 +55,22 @@ def save(stage: int, lr: float, slope: float, folder: str, steps: int, times: in
 
 
 def resume(
-    stage: int, lr: float, slope: float, folder: str, policy: dict[str, Any], times: int = 1, moved: int | None = None
+    stage: int,
+    lr: float,
+    slope: float,
+    folder: str,
+    policy: dict[str, Any],
+    times: int = 1,
+    moved: int | None = None,
+    hosts: tuple[str, ...] = ("deepspeed",),
 ) -> dict[str, Any]:
     """Load and train; a schedule is given its state once more, with `moved` in it where a warning says so."""
     import ds_reshard
 
     made = _prepare(stage, lr, slope, policy, 99, times)
-    with ds_reshard.install("deepspeed"), logs.heard() as heard, logs.first_update() as told:
+    with ExitStack() as stack, logs.heard() as heard, logs.first_update() as told:
+        for host in hosts:
+            stack.enter_context(ds_reshard.install(host))
         made[0].load_state(folder)
         if moved is not None:
             scheduler = made[3].scheduler
