@@ -66,11 +66,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A box of a tensor; `place` is None where the directory has none for it."""
+    """A box of a tensor; `place` is None if the directory has none for it, or if it is a `record` of no archive."""
 
     offset: Shape
     size: Shape
     place: Place | None
+    record: TensorRecord | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +116,10 @@ class Directory:
             if not ElementType.is_named(tensor.dtype):
                 yield UnsupportedLayout.fault(self.path, f"{key} is of type {tensor.dtype}", mend=saved_again)
             for chunk in tensor.filled:
-                if chunk.place is None:
+                if chunk.place is None and chunk.record is None:
                     what = f"{key}: nothing says where its chunk at {list(chunk.offset)} lies"
                     yield damaged(self.path, what, "a file", "none")
-                elif chunk.place.transformed:
+                elif chunk.place is not None and chunk.place.transformed:
                     what = f"{key} was compressed when it was written"
                     yield UnsupportedLayout.fault(self.path, what, mend=saved_again)
                 if not len(chunk.offset) == len(chunk.size) == axes:
@@ -320,6 +321,8 @@ class AlikeArchives:
 
     def buffers(self, key: str, dtype: str, chunk: Chunk) -> Mapping[str, Extent]:
         """The one buffer of a chunk, opened and checked against the directory."""
+        if chunk.record is not None:
+            return {BUFFER: extent_of(chunk.record)}
         place = chunk.place
         assert place is not None, "a chunk without a place is refused when the folder is opened"
         held = self.load(place.path, (place.byte_offset, place.nbytes), (dtype, chunk.size))

@@ -170,27 +170,21 @@ def _named_in(latest: str, path: str) -> str:
     return tag
 
 
-_OF_RANKS = (
-    (
-        r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin",
-        "has a file for each rank, as accelerate saves FSDP with LOCAL_STATE_DICT, or of an optimizer or a further "
-        "model alone: none is read here",
-        "load it with accelerate on as many ranks, and save it with SHARDED_STATE_DICT; give a folder that has "
-        "pytorch_model_fsdp_0_rank0.bin",
-    ),
-    (
-        r"shard-\d+-model-\d+-of-\d+\.safetensors",
-        "has the parts of each rank that HuggingFaceStorageWriter saves with save_distributed=True: none is read here",
-        "load it with HuggingFaceStorageReader, and save it with enable_consolidation=True",
-    ),
-)
-"""Files of accelerate (utils/fsdp_utils.py, 1.15) and of torch (distributed/checkpoint/_hf_utils.py, 2.13)."""
+_OF_RANKS = re.compile(r"(pytorch_model_fsdp|optimizer)(_\d+)?_rank\d+\.bin")
+"""Files of accelerate (utils/fsdp_utils.py, 1.15)."""
 
 
 def _no_checkpoint(path: str, what: str) -> ReshardError:
-    for pattern, there, mend in _OF_RANKS:
-        if any(re.fullmatch(pattern, name) for name in folders.names(path)):
-            return UnsupportedLayout.of(path, there, mend=mend)
+    if any(map(_OF_RANKS.fullmatch, folders.names(path))):
+        what = (
+            "has a file for each rank, as accelerate saves FSDP with LOCAL_STATE_DICT, or of an optimizer or a further "
+            "model alone: none is read here"
+        )
+        mend = (
+            "load it with accelerate on as many ranks, and save it with SHARDED_STATE_DICT; give a folder that has "
+            "pytorch_model_fsdp_0_rank0.bin"
+        )
+        return UnsupportedLayout.of(path, what, mend=mend)
     told = directories(path)
     if told and METADATA not in told:
         what = (

@@ -41,9 +41,9 @@ def test_functions_are_under_70_lines() -> None:
 BUDGETS = {
     "model, planning": (("model", "planning"), 4077),
     "execution": (("execution",), 3090),
-    "containers": (("containers",), 6435),
+    "containers": (("containers",), 6438),
     "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 8443),
+    "other formats": (("formats",), 8595),
     "operations": (("operations",), 6475),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11813),

@@ -30,6 +30,7 @@ from ds_reshard.formats.dcp.entries import (
     read_values,
     tensor_key,
 )
+from ds_reshard.formats.dcp.shard_files import MEND, is_tied, optimizer_parts, read_shards, shard_names, unlike_states
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
 from ds_reshard.model.facts import Scalar, number_of
@@ -71,6 +72,8 @@ def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
     """
     directory = _read(folder, optimizer=optimizer)
     faults = [*directory.faults(saved_again=_SAVED_AGAIN), *_named_as_weights(directory), *_of_one_name(directory)]
+    sharded = bool(shard_names(folder))
+    faults += unlike_states(directory) if sharded else ()
     raise_faults(faults, subject=f"checkpoint {folder}")
     single = dict(_single(directory))
     chunks = {family: tensor.filled for family, tensor in directory.tensors.items()}
@@ -87,7 +90,8 @@ def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
             placements[key] = chunked_placement(key, tensor.shape, dtype, boxes, family=family, buffer=BUFFER)
         except ValueError as error:
             what = f"{family}: declares impossible chunks: {error}"
-            faults.append(damaged(directory.path, what, "each element once", "another cover"))
+            fault = damaged(directory.path, what, "each element once", "another cover")
+            faults.append(replace(fault, mend=MEND) if sharded else fault)
     raise_faults(faults, subject=f"checkpoint {folder}")
     values = read_values(directory, single)
     raise_faults(
@@ -170,20 +174,35 @@ def _of_two_saves(
 def _left_out(directory: Directory, folder: str) -> Iterator[str]:
     """accelerate's further models, its scheduler, what a Trainer puts there, and files of earlier saves."""
     shards = {os.path.basename(place.path) for place in directory.places}
-    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards}
+    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards, *shard_names(folder)}
     empty = {name for name, nbytes in folders.files(folder).items() if not nbytes and name.endswith(".distcp")}
     names = [name for name in folders.names(folder) if name not in known | empty]  # torch makes one of a rank's nothing
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
+    if shard_names(folder) and is_tied(folder):
+        yield (
+            "config.json has tie_word_embeddings: a tied weight lies in the files under each of its names, and is "
+            "written as a weight for each"
+        )
+    if shard_names(folder) and not optimizer_parts(folder):
+        yield (
+            "no optimizer's folder lies in it, and no file tells how many ranks saved: "
+            "if the last rank's file is lost, nothing here can see it"
+        )
 
 
 def _parts(folder: str) -> list[str]:
-    """Where the directories are: in the folder itself, or in those of accelerate below it."""
+    """Where the directories are: in the folder itself, or below it; ranks' files of weights count as one."""
+    if shard_names(folder):
+        return ["", *filter(None, optimizer_parts(folder))]
     return [part for part in ("", *ACCELERATE) if folders.is_file(os.path.join(folder, part, METADATA))]
 
 
 def _read(folder: str, *, optimizer: bool = True) -> Directory:
     """The directory of a folder; of accelerate's two, what both say. CheckpointNotFound where one has none."""
+    if shard_names(folder):
+        parts = optimizer_parts(folder) if optimizer else []
+        return _joined(folder, [read_shards(folder), *(read_directory(os.path.join(folder, part)) for part in parts)])
     unread = () if optimizer else ACCELERATE[1:]
     parts = _parts(folder) or [""]
     for path in (
@@ -193,9 +212,14 @@ def _read(folder: str, *, optimizer: bool = True) -> Directory:
             whole = os.path.join(folder, parts[0])
             what = "has no .metadata, which is written last: the save did not end"
             raise CheckpointNotFound.of(path, what, mend=f"take an older checkpoint, or {whole} alone, which is whole")
-    first, *others = [
-        read_directory(os.path.join(folder, part)) for part in parts if part not in unread or len(parts) == 1
-    ]
+    read = [read_directory(os.path.join(folder, part)) for part in parts if part not in unread or len(parts) == 1]
+    first = _joined(folder, read)
+    return first if optimizer else _without_optimizers(first)
+
+
+def _joined(folder: str, directories: Sequence[Directory]) -> Directory:
+    """What several directories say together; CheckpointDamaged for a key that two have."""
+    first, *others = directories
     for other in others:
         twice = sorted((first.tensors.keys() | first.objects.keys()) & (other.tensors.keys() | other.objects.keys()))
         raise_faults(
@@ -210,8 +234,7 @@ def _read(folder: str, *, optimizer: bool = True) -> Directory:
             contradictions=first.contradictions + other.contradictions,
         )
     first = replace(first, paths={**first.paths, **dict(_of_modules(first))})
-    first = replace(first, paths={**first.paths, **dict(_of_model(first))})
-    return first if optimizer else _without_optimizers(first)
+    return replace(first, paths={**first.paths, **dict(_of_model(first))})
 
 
 def _without_optimizers(directory: Directory) -> Directory:

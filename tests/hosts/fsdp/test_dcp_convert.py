@@ -8,12 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from cases import Model, Run
 from gathered import assert_same, gathered, same_bits
 from saves import UNIVERSAL, Saves
 from test_dcp_reader import EVERYTHING, TIED, assert_loaded
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 
 import ds_reshard
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
@@ -113,17 +111,12 @@ def test_what_accelerate_gathers_on_one_rank_is_converted(worlds: Any, tmp_path:
 
 
 def test_a_file_for_each_rank_is_refused_by_name(tmp_path: Path) -> None:
-    """As accelerate saves with LOCAL_STATE_DICT, and as torch's writer of Hugging Face's files does."""
+    """As accelerate saves with LOCAL_STATE_DICT."""
     folder = tmp_path / "accelerate"
     folder.mkdir()
     torch.save({"weight": torch.ones(3)}, folder / "pytorch_model_fsdp_rank0.bin")
     with pytest.raises(ds_reshard.UnsupportedLayout, match="a file for each rank, as accelerate saves"):
         inspect(str(folder))
-    parts = str(tmp_path / "parts")
-    writer = HuggingFaceStorageWriter(parts, save_distributed=True)
-    dcp.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(ds_reshard.UnsupportedLayout, match="enable_consolidation=True"):
-        inspect(parts)
 
 
 def test_accelerates_folders_both_ways(worlds: Any, saves: Saves, tmp_path: Path) -> None:
