@@ -83,7 +83,7 @@ ARGUMENTS: Mapping[str, How] = {
     "--tag": {"help": "the tag to read (default: the one that 'latest' names)"},
     "--config": text("FILE", "the DeepSpeed JSON of the coming run"),
     "--to": {"required": True, "choices": FORMATS, "metavar": "FORMAT", "help": ", ".join(FORMATS)},
-    "--names": text("FILE", "JSON: each parameter's name and that in OUT; with a ( it is a pattern: docs/convert.md"),
+    "--names": text("FILE", "a map of names (docs/convert.md) or shapes (docs/maps.md): its JSON, or its name"),
     **{option.flag: _how(option) for option in OPTIONS},
     "--threads": number("(default: %(default)s)", default=THREADS),
     "--memory": number("memory for buffers (default: %(default)s)", metavar="MIB", default=256),

@@ -146,7 +146,13 @@ def _names(arguments: argparse.Namespace) -> int:
 
 def _fingerprint(arguments: argparse.Namespace) -> int:
     with bar("read") as progress:
-        found = fingerprint(arguments.checkpoint, tag=arguments.tag, reading=reading(arguments), progress=progress)
+        found = fingerprint(
+            arguments.checkpoint,
+            tag=arguments.tag,
+            names=arguments.names,
+            reading=reading(arguments),
+            progress=progress,
+        )
     show(arguments, found.to_json, lambda console: render.render_fingerprints(found, console))
     return FINDING if found.faults else OK
 
@@ -207,7 +213,7 @@ COMMANDS = (
         _fingerprint,
         "64 bits of every tensor, the same under every layout",
         "checkpoints",
-        f"checkpoint --tag {READING} --device --rules --trust",
+        f"checkpoint --tag --names {READING} --device --rules --trust",
         shared=True,
     ),
     Command(

@@ -98,6 +98,7 @@ def _diff(arguments: argparse.Namespace) -> int:
             arguments.b,
             tag_a=arguments.tag_a,
             tag_b=arguments.tag_b,
+            names=arguments.names,
             reading=reading(arguments),
             progress=progress,
         )
@@ -177,7 +178,7 @@ DIFF = Command(
     _diff,
     "compare two checkpoints of any stage and size, to the bit; status 1 where they differ",
     "checkpoints converted",
-    f"{READING} --rules --trust",
+    f"--names {READING} --rules --trust",
     {
         "a": text("A", FOLDER),
         "b": text("B", "the other one"),

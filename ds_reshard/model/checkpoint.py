@@ -16,7 +16,7 @@ from typing import ClassVar, Protocol
 from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, error_of, raise_faults
 from ds_reshard.model.content import MASTER, SCHEDULER, WEIGHT, Content, Path, TensorSource, schedule_of
 from ds_reshard.model.facts import GroupFacts, OptimizerFacts
-from ds_reshard.model.index import Extent, Index
+from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import Holder, Layout, TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord, new_tensor
 from ds_reshard.model.region import Box, Region
@@ -436,6 +436,13 @@ def _extents(index: Index, key: TensorKey) -> list[Extent]:
     """Return where the parts of a tensor lie in files."""
     box = Box.whole(index.layout[key].shape)
     return [extent for _, extent in index.locate(key, Region(box=box, start=0, stop=box.numel))]
+
+
+def records_of(index: Index) -> set[Record]:
+    """Return the records in which the tensors of the index's layout lie."""
+    wanted = ((key, Box.whole(one.shape)) for key, one in index.layout.placements.items())
+    regions = ((key, Region(box=box, start=0, stop=box.numel)) for key, box in wanted)
+    return {extent.record for key, region in regions for _, extent, _ in index.runs(key, region)}
 
 
 def checksums(index: Index, key: TensorKey) -> object:

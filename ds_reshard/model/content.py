@@ -128,8 +128,10 @@ def with_groups(content: Content, groups: Sequence[GroupFacts], order: Sequence[
     if schedule is not None:
         schedule = replace(schedule, groups=tuple(schedule.groups[number] for number in order))
     for path in (path for path in objects if path[0] == SCHEDULER):
-        reordered, unknown = reorder_groups({str(path[-1]): objects[path]}, order, saved)
-        objects[path] = reordered[str(path[-1])]
+        value, name = objects[path], str(path[-1])
+        whole = {str(key): one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+        reordered, unknown = reorder_groups(whole, order, saved)
+        objects[path] = reordered if isinstance(value, dict) else reordered[name]
         faults += [regrouping_fault(name, where) for name in unknown]
     facts = replace(content.facts, groups=tuple(groups))
     return replace(content, facts=facts, schedule=schedule, objects=objects, faults=(*content.faults, *faults))
@@ -186,6 +188,13 @@ class Content:
             for key, source in self.tensors.items()
             if key.kind == WEIGHT and key.name not in self.extra_tensors
         }
+
+    @property
+    def names(self) -> set[str]:
+        """The names of all tensors, and of parameters of which the optimizer has a step or a param group alone."""
+        facts = self.facts or OptimizerFacts(groups=())
+        members = (name for group in facts.groups for name in group.members)
+        return {*(key.name for key in self.tensors), *facts.scalars, *members}
 
     @cached_property
     def trained(self) -> dict[str, dict[str, TensorSource]]:

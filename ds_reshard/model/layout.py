@@ -146,6 +146,10 @@ class Placement(NamedTuple):
     def region(self, piece: Piece) -> Region:
         return Region(box=self.box, start=piece.start, stop=piece.stop)
 
+    def renamed(self, key: TensorKey) -> Placement:
+        """Return the placement of the same elements as the tensor `key`, without replicas."""
+        return self._replace(key=key, tiles=tuple(tile._replace(key=key) for tile in self.tiles), replicas=())
+
 
 def chunked_placement(
     key: TensorKey, shape: tuple[int, ...], dtype: ElementType, boxes: Sequence[Box], *, family: str, buffer: str

@@ -160,19 +160,23 @@ def diff(
     *,
     tag_a: str | None = None,
     tag_b: str | None = None,
+    names: str | None = None,
     reading: Reading | None = None,
     progress: Progress | None = None,
 ) -> Difference:
     """In what the checkpoints in `a` and `b` differ, each of any ZeRO stage and size: tensors and values.
 
     Equal means equal to the bit. Each byte of both is read once and checked, in memory of `reading.memory_nbytes`
-    whatever the sizes. Needs torch. Raises what a load raises for files that are missing or cannot be read.
+    whatever the sizes. `names` is a map, as for `convert`: the side whose names it turns into those of the other one is
+    compared as the map has it. Needs torch. Raises what a load raises for files that are missing or cannot be read, and
+    ModelMismatch if both have the same names already, or if the map does not fit.
     """
     from ds_reshard.operations.comparison import compare_listings
 
     return compare_listings(
         find_listing(os.fspath(a), tag_a),
         find_listing(os.fspath(b), tag_b),
+        names=names,
         reading=reading or Reading(),
         progress=progress,
     )

@@ -11,36 +11,53 @@ from math import prod
 import torch
 
 from ds_reshard.containers.plain import read_scalars, single_elements
-from ds_reshard.errors import ReshardError
+from ds_reshard.errors import Fault, ModelMismatch, ReshardError, error_of, raise_faults
 from ds_reshard.execution.checksums import Ledger
 from ds_reshard.execution.deviation import Deviation, same_bits
 from ds_reshard.execution.interfaces import Outcome
-from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.facts import GroupFacts, ScalarTensor, canonical, describe
-from ds_reshard.model.layout import Placement, TensorKey
+from ds_reshard.model.checkpoint import Checkpoint, records_of
+from ds_reshard.model.content import (
+    MASTER,
+    SAMPLES,
+    SCHEDULER,
+    STANDARD_ENTRIES,
+    STEPS,
+    WEIGHT,
+    Content,
+    TensorSource,
+    flatten,
+    with_groups,
+)
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, ScalarTensor, canonical, describe
+from ds_reshard.model.index import ZEROS, Index, Record
+from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import TensorRecord
 from ds_reshard.model.region import Box
 from ds_reshard.model.reports import DIFFERS, EQUAL, Difference, TensorDifference, ValueDifference
 from ds_reshard.operations.archives import read_records
+from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.options import Progress, Reading
-from ds_reshard.operations.proof import prove
+from ds_reshard.operations.proof import left_out_faults, prove
 from ds_reshard.operations.runner import Told, in_shares
+from ds_reshard.operations.shape_map import Mapped, coming_run
 from ds_reshard.operations.source import Found, open_checkpoint
-from ds_reshard.operations.values import index_of, logical, read_spans
+from ds_reshard.operations.values import Column, index_of, logical, read_spans
 
 
-def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress | None) -> Difference:
-    """Read both side by side, span by span; every byte that is read is checked against its file's checksum."""
+def compare_listings(
+    a: Found, b: Found, *, names: str | None, reading: Reading, progress: Progress | None
+) -> Difference:
+    """Read both side by side, span by span; every byte that is read is checked against its file's checksum.
+
+    With a map of `names`, the side whose names differ from the other's is compared as the map has it.
+    """
     started = time.monotonic()
     sides = (open_checkpoint(a), open_checkpoint(b))
     for side in sides:
         prove(side)
-    values = (*_values(*sides), *_strided(*sides))
-    pairs = _Pairs(*sides)
+    pairs = _saved_pairs(*sides) if names is None else _mapped_pairs(names, *sides)
     keys = list(pairs.compared)
-    rows = [
-        tuple(logical(side.index, key) for side, key in zip(sides, pairs.compared[key], strict=True)) for key in keys
-    ]
+    rows = [pairs.compared[key] for key in keys]
     sizes = [sum(column.nbytes for column in columns) for columns in rows]
 
     def compare(mine: list[int], own: Reading, told: Told) -> tuple[Outcome, dict[int, Deviation]]:
@@ -55,15 +72,15 @@ def compare_listings(a: Found, b: Found, *, reading: Reading, progress: Progress
         ledger.add(read)
         deviations |= found
     # What lies between the tensors, for the checksum of the whole record.
-    read_records(sorted(ledger.slices), ledger, reading, progress=None, subject=subject)
+    read_records(sorted({*ledger.slices, *pairs.records}), ledger, reading, progress=None, subject=subject)
     tensors = [*pairs.other, *(_told(pairs, key, deviations[row]) for row, key in enumerate(keys))]
     return Difference(
         a=a.folder,
         b=b.folder,
         tensors=tuple(sorted(tensors, key=lambda one: (one.name, one.kind))),
-        values=values,
-        faults=tuple(ledger.faults + ledger.mismatches()),
-        notes=(*_notes(*sides), *_merged(sides, pairs, [keys[row] for row in deviations if deviations[row].differing])),
+        values=tuple(pairs.values),
+        faults=(*pairs.faults, *ledger.faults, *ledger.mismatches()),
+        notes=(*pairs.notes, *_merged(sides, pairs, [keys[row] for row in deviations if deviations[row].differing])),
         bytes_read=ledger.bytes_read,
         seconds=time.monotonic() - started,
     )
@@ -78,8 +95,7 @@ def _merged(sides: tuple[Checkpoint, Checkpoint], pairs: _Pairs, keys: Sequence[
     Of those that are not too large to be looked at as a whole.
     """
     for key in keys:
-        at = pairs.compared[key]
-        rows = tuple(logical(side.index, one) for side, one in zip(sides, at, strict=True))
+        rows = pairs.compared[key]
         if not any(side.shards_of(key.name) for side in sides) or rows[0].nbytes > _WHOLE_NBYTES:
             continue
         spans = [[one.clone() for one in span.values] for span in read_spans([rows], memory_nbytes=_WHOLE_NBYTES)]
@@ -110,33 +126,19 @@ def _cut(
 class _Pairs:
     """Which tensor of B each of A is compared with; `other` are those that cannot be, or are equal without reading.
 
-    A weight that a side keeps as its master alone (ZeRO 3) is not compared, and neither is one whose master is the
-    weight of the other side (FSDP): that is compared with the master.
+    `values`, `faults` and `notes` are what is found without reading tensors; `records` are read for their checksums.
     """
 
-    def __init__(self, a: Checkpoint, b: Checkpoint) -> None:
-        self._sides = (a, b)
-        self.compared: dict[TensorKey, tuple[TensorKey, TensorKey]] = {}
+    def __init__(self) -> None:
+        self.compared: dict[TensorKey, tuple[Column, Column]] = {}
         self.other: list[TensorDifference] = []
-        for key in dict.fromkeys((*a.index.layout.placements, *b.index.layout.placements)):
-            self._pair(key)
+        self.values: list[ValueDifference] = []
+        self.faults: list[Fault] = []
+        self.notes: list[str] = []
+        self.records: set[Record] = set()
 
-    def placement(self, number: int, key: TensorKey) -> Placement:
-        return self._sides[number].index.layout[self.compared[key][number]]
-
-    def _pair(self, key: TensorKey) -> None:
-        found = [_key_in(side, key) for side in self._sides]
-        if key.kind == "weight" and (masters := self._by_master(key.name)) is not None:
-            if not any(TensorKey(name=key.name, kind="fp32") in side.layout for side in self._sides):
-                self.compared[key] = masters  # a tied name: only its owner's master has the kind
-            return
-        if any(at is None and side.stored_as_master_only(key) for side, at in zip(self._sides, found, strict=True)):
-            return
-        placements = [
-            side.index.layout[at] if at is not None else None for side, at in zip(self._sides, found, strict=True)
-        ]
-        a, b = placements
-        if a is None or b is None or found[0] is None or found[1] is None:
+    def add(self, key: TensorKey, a: Column | None, b: Column | None) -> None:
+        if a is None or b is None:
             self._tell(key, "only in A" if b is None else "only in B", a, b)
         elif a.shape != b.shape:
             self._tell(key, "other shape", a, b)
@@ -145,17 +147,149 @@ class _Pairs:
         elif not a.numel:
             self._tell(key, EQUAL, a, b)
         else:
-            self.compared[key] = (found[0], found[1])
+            self.compared[key] = (a, b)
 
-    def _by_master(self, name: str) -> tuple[TensorKey, TensorKey] | None:
-        """The masters of both sides where one side's is its weight, and the other's is not."""
-        a, b = (side.master(name) for side in self._sides)
-        if a is None or b is None or {a.kind, b.kind} != {"fp32", "weight"}:
-            return None
-        return a, b
-
-    def _tell(self, key: TensorKey, state: str, a: Placement | None, b: Placement | None) -> None:
+    def _tell(self, key: TensorKey, state: str, a: Column | None, b: Column | None) -> None:
         self.other.append(TensorDifference(name=key.name, kind=key.kind, state=state, a=_described(a), b=_described(b)))
+
+
+def _saved_pairs(a: Checkpoint, b: Checkpoint) -> _Pairs:
+    """Return the pairs of two checkpoints of the same names.
+
+    A weight that a side keeps as its master alone (ZeRO 3) is not compared, and neither is one whose master is the
+    weight of the other side (FSDP): that is compared with the master.
+    """
+    pairs, sides = _Pairs(), (a, b)
+    pairs.values += [*_values(a, b), *_strided(a, b)]
+    pairs.notes += _notes(a, b)
+    for key in dict.fromkeys((*a.index.layout.placements, *b.index.layout.placements)):
+        found = [_key_in(side, key) for side in sides]
+        if key.kind == "weight" and (masters := _by_master(sides, key.name)) is not None:
+            if any(TensorKey(name=key.name, kind="fp32") in side.layout for side in sides):
+                continue
+            found = [*masters]  # a tied name: only its owner's master has the kind
+        elif any(at is None and side.stored_as_master_only(key) for side, at in zip(sides, found, strict=True)):
+            continue
+        columns = (logical(side.index, at) if at is not None else None for side, at in zip(sides, found, strict=True))
+        pairs.add(key, *columns)
+    return pairs
+
+
+def _by_master(sides: tuple[Checkpoint, Checkpoint], name: str) -> tuple[TensorKey, TensorKey] | None:
+    """Return the masters of both sides if one side's is its weight, and the other's is not."""
+    a, b = (side.master(name) for side in sides)
+    return (a, b) if a is not None and b is not None and {a.kind, b.kind} == {"fp32", "weight"} else None
+
+
+def _mapped_pairs(names: str, a: Checkpoint, b: Checkpoint) -> _Pairs:
+    """Return the pairs of two contents, one of which is as a map has it.
+
+    A weight is not compared if it is read from its master on both sides; or if it is the master on one side (FSDP), and
+    has another type on the other.
+    """
+    pairs, (contents, indexes) = _Pairs(), _under_one_side(names, a, b)
+    for name, source, content in zip("AB", (a, b), contents, strict=True):
+        pairs.faults += left_out_faults(source)
+        pairs.notes += [f"{name}: {note}" for note in content.notes]
+        pairs.records |= records_of(source.index)
+    pairs.values += [*_mapped_values(contents, pairs, alike=a.framework == b.framework), *_scaling(a, b)]
+    saved = dict.fromkeys(key for content in contents for key in content.tensors)
+    ties = dict.fromkeys(TensorKey(name, WEIGHT) for content in contents for name in content.tied)
+    seen = set[tuple[object, ...]]()
+    for key in saved | ties:
+        found = [_tensor_of(content, key) for content in contents]
+        if None in found and key not in saved:
+            pairs.notes.append(f"{key.name}, another name of a tied weight, is in {'AB'[found[0] is None]} alone")
+            continue
+        pair = (key.kind, *(tensor and tensor.origin for tensor in found))
+        if pair not in seen and not (key.kind == WEIGHT and _compared_by_master(key, contents)):
+            pairs.add(key, *(_column(index, tensor) for index, tensor in zip(indexes, found, strict=True)))
+        seen.add(pair)
+    return pairs
+
+
+def _under_one_side(names: str, a: Checkpoint, b: Checkpoint) -> tuple[list[Content], list[Index]]:
+    """Return both contents, and the indexes of their tensors, the map applied to the one that gets the other's names.
+
+    If both would, it is applied to A, unless rows of that would be made of zeros. Raises if neither would.
+    """
+    read, contents, indexes = read_name_map(names), [a.content(), b.content()], [a.index, b.index]
+    known = [content.weights.keys() | content.tied.keys() for content in contents]
+    fits, refused = list[tuple[bool, int, Mapped]](), list[tuple[Fault, ...]]()
+    for number, content in enumerate(contents):
+        mapped = read.apply(content, indexes[number].layout, coming_run(contents[1 - number]))
+        found = mapped.content.weights.keys() | mapped.content.tied.keys()
+        if not mapped.faults and len(found & known[1 - number]) > len(known[0] & known[1]):
+            fits.append((bool(mapped.layout.buffers(ZEROS)), number, mapped))
+        refused.append(mapped.faults)
+    if fits:
+        _, number, mapped = min(fits, key=lambda one: one[:2])
+        contents[number], indexes[number] = mapped.content, indexes[number].with_layout(mapped.layout)
+        return contents, indexes
+    fewest, subject = min(refused, key=len), f"comparing {a.folder} with {b.folder}"
+    raise_faults(fewest if known[0] != known[1] else (), subject=subject)
+    what = f"{'already has the' if known[0] == known[1] else 'gets no'} names of the other, {b.folder}"
+    mend = "compare them without --names, or take the map between their names"
+    raise error_of([ModelMismatch.fault(a.folder, what, f"another side of {names}", mend=mend)], subject=subject)
+
+
+def _tensor_of(content: Content, key: TensorKey) -> TensorSource | None:
+    """The tensor of that name, or that of the parameter to which it is tied."""
+    return content.tensors.get(key, content.tensors.get(key._replace(name=content.tied.get(key.name, key.name))))
+
+
+def _column(index: Index, tensor: TensorSource | None) -> Column | None:
+    return replace(logical(index, tensor.origin), dtype=tensor.dtype) if tensor is not None else None
+
+
+def _compared_by_master(key: TensorKey, contents: Sequence[Content]) -> bool:
+    both = [(_tensor_of(one, key), _tensor_of(one, key._replace(kind=MASTER))) for one in contents]
+    pairs = [(one, master) for one, master in both if one and master]
+    if len(pairs) < 2 or pairs[0][0].dtype is pairs[1][0].dtype:
+        return len(pairs) == 2 and all(one.origin == master.origin for one, master in pairs)
+    return any(one == master for one, master in pairs)
+
+
+def _mapped_values(contents: Sequence[Content], pairs: _Pairs, *, alike: bool) -> Iterator[ValueDifference]:
+    """Yield param groups, steps, schedules and counters that differ; of two frameworks, those that both have."""
+    contents = [_in_order(content, contents[0]) for content in contents]
+    pairs.faults += [fault for content in contents for fault in content.faults]
+    facts = [content.facts or OptimizerFacts(groups=()) for content in contents]
+    held = [
+        [_objects(content), *(dict(group.hyperparameters or {}) for group in of_side.groups)]
+        for content, of_side in zip(contents, facts, strict=True)
+    ]
+    if not alike:
+        known = [set[str]().union(*of_side) for of_side in held]
+        alone = known[0] ^ known[1]
+        held = [[{k: value for k, value in one.items() if k not in alone} for one in of_side] for of_side in held]
+        told = ", ".join(["random states, loss scaling", *sorted(alone)])
+        pairs.notes.append(f"of two frameworks, what one of them alone has is not compared: {told}")
+    groups = (
+        tuple(replace(group, hyperparameters=values) for group, values in zip(one.groups, of_side[1:], strict=True))
+        for one, of_side in zip(facts, held, strict=True)
+    )
+    yield from compare_groups(*groups)
+    yield from compare_scalars(facts[0].scalars, facts[1].scalars)
+    yield from differences("", held[0][0], held[1][0])
+
+
+def _objects(content: Content) -> dict[str, object]:
+    counters = {STEPS, SAMPLES, "skipped_steps"}
+    held = {path: one for path, one in content.objects.items() if path[0] not in STANDARD_ENTRIES - counters}
+    held[SCHEDULER,] = content.entries.get(SCHEDULER)
+    values = (one for path, value in held.items() for one in flatten(value, path))
+    return {".".join(map(str, path)): value for path, value in values if value is not None}
+
+
+def _in_order(content: Content, like: Content) -> Content:
+    """Return the content with its param groups, and its scheduler's values, in the order of the members in `like`."""
+    groups = content.facts.groups if content.facts is not None else ()
+    known = [name for group in (like.facts.groups if like.facts is not None else ()) for name in group.members]
+    at = {name: number for number, name in enumerate(known)}
+    firsts = [min((at.get(name, len(at)) for name in group.members), default=len(at)) for group in groups]
+    order = sorted(range(len(groups)), key=firsts.__getitem__)
+    return with_groups(content, [groups[number] for number in order], order, content.folder) if groups else content
 
 
 def _key_in(source: Checkpoint, key: TensorKey) -> TensorKey | None:
@@ -174,10 +308,7 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
         one, two = a.values(), b.values()
         for section in dict.fromkeys((*one, *two)):
             yield from differences(section, one.get(section, {}), two.get(section, {}))
-        both = [key for key in a.scaling if key in b.scaling]
-        yield from differences(
-            "optimizer", {key: a.scaling[key] for key in both}, {key: b.scaling[key] for key in both}
-        )
+        yield from _scaling(a, b)
         yield from compare_scalars(a.rates, b.rates)
         if a.optimizer != b.optimizer:
             yield ValueDifference(where="optimizer", a=a.optimizer, b=b.optimizer)
@@ -190,6 +321,11 @@ def _values(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
         if a.framework == b.framework:
             yield from compare_groups(a.groups(), b.groups())
         yield from compare_scalars(a.facts.scalars, b.facts.scalars)
+
+
+def _scaling(a: Checkpoint, b: Checkpoint) -> Iterator[ValueDifference]:
+    both = [key for key in a.scaling if key in b.scaling]
+    return differences("optimizer", {key: a.scaling[key] for key in both}, {key: b.scaling[key] for key in both})
 
 
 _ABSENT = object()
@@ -285,14 +421,14 @@ def _kind(value: object) -> str:
     return f"another {type(value).__name__}"
 
 
-def _described(placement: Placement | None) -> str:
-    if placement is None:
+def _described(column: Column | None) -> str:
+    if column is None:
         return "absent"
-    return f"{placement.dtype.label} {'x'.join(map(str, placement.shape)) or 'scalar'}"
+    return f"{column.dtype.label} {'x'.join(map(str, column.shape)) or 'scalar'}"
 
 
 def _told(pairs: _Pairs, key: TensorKey, found: Deviation) -> TensorDifference:
-    a, b = pairs.placement(0, key), pairs.placement(1, key)
+    a, b = pairs.compared[key]
     equal = TensorDifference(name=key.name, kind=key.kind, state=EQUAL, a=_described(a), b=_described(b), numel=a.numel)
     if found.first is None:
         return equal

@@ -61,6 +61,12 @@ class NameMap:
             if taken := [name for name in givers.get(key.name, ()) if key._replace(name=name) in content.tensors]:
                 what = "is a new name by the map, and that of a tensor that stays"
                 yield self._fault(str(key), what, "one tensor", f"two, one of them {', '.join(taken)} by the map")
+        facts = content.facts or OptimizerFacts(groups=())
+        members = {name for group in facts.groups for name in group.members}
+        for name in sorted(members.union(facts.scalars) - known - set(given)):
+            if any({name, giver} <= held for giver in givers.get(name, ()) for held in (members, facts.scalars.keys())):
+                what = "is a new name by the map, and that of a parameter of the optimizer that stays"
+                yield self._fault(name, what, "one parameter", f"two, one of them {', '.join(givers[name])} by the map")
 
     def _fault(self, where: str, what: str, expected: str, found: str) -> Fault:
         return ModelMismatch.fault(where, what, expected, found, mend=f"correct {self.path}")
@@ -158,7 +164,7 @@ class NameMap:
             saved = facts.groups
             numbers = sorted(range(len(saved)), key=lambda number: _first(saved[number], order))
             groups = tuple(_renamed(saved[number], new, order) for number in numbers)
-            scalars = {new[name]: values for name, values in facts.scalars.items() if name in new}
+            scalars = {new.get(name, name): values for name, values in facts.scalars.items()}
             content = with_groups(content, groups, numbers, self.path)
             facts = OptimizerFacts(groups=groups, scalars=scalars)
         return replace(

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import CheckpointDamaged, Fault, raise_faults
+from ds_reshard.errors import CheckpointDamaged, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.model.checkpoint import Checkpoint, checksums
 from ds_reshard.model.content import MASTER, WEIGHT
 from ds_reshard.model.index import Index
@@ -82,6 +82,33 @@ def _differing(source: Checkpoint, names: Collection[str] | None, part: int, of:
     told = {at: f"{found.differing} elements differ, by at most {found.max_abs:g}" for at, found in wrong.items()}
     faults = (source.replica_fault(*at, told[at], partial(is_zero, replicas[at[1]])) for at in sorted(wrong))
     return [fault for fault in faults if fault is not None]
+
+
+def left_out_faults(source: Checkpoint) -> Iterator[Fault]:
+    """Yield a fault for each saved tensor that the content leaves out: a tied weight's second values, if they differ.
+
+    Reads the weights that are saved under two names, and compares them. None of what faults of the content tell.
+    """
+    from ds_reshard.execution.deviation import same_bits
+
+    content, index = source.content(), source.index
+    read = {tensor.origin for tensor in content.tensors.values()}
+    for key in (key for key in source.layout.placements if key not in read):
+        first = content.tensors.get(key._replace(name=content.tied.get(key.name, "")))
+        if first is None:
+            mend = "leave out --names, and use a checkpoint of the same names"
+            yield from (
+                []
+                if content.faults
+                else [UnsupportedLayout.fault(str(key), "is left out of what a map is applied to", mend=mend)]
+            )
+        elif checksums(index, key) != checksums(index, first.origin):
+            rows = [((index, key), (index, first.origin))] if source.layout[key].shape == first.shape else []
+            spans = [same_bits(one, other.to(one.dtype)) for one, other in (s.values for s in _side_by_side(rows))]
+            if not rows or not all(spans):
+                what = f"has other values than {content.tied[key.name]}, to which it is tied"
+                mend = "restore the model file from a copy: which of the two is right, no file says"
+                yield CheckpointDamaged.fault(str(key), what, "the same bits", mend=mend)
 
 
 def repeated(source: Checkpoint) -> list[Fault]:

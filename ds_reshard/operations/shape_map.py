@@ -335,7 +335,7 @@ class ShapeMap:
                 what = f"is a name of {self.sides[side]}, and no entry takes it: numbers of the map are others"
                 yield self._fault(name, f"{what}, or the tensor has two names", "an entry", "none")
         new = {name for equation in equations for name in equation.names(1 - side)}
-        for name in sorted(new & ({key.name for key in content.tensors} - given.keys())):
+        for name in sorted(new & (content.names - given.keys())):
             yield self._fault(name, "is a new name by the map, and that of a tensor that stays", "one tensor", "two")
 
 
@@ -475,6 +475,8 @@ class _Application:
             content = with_groups(content, groups, numbers, self._path)
             assert content.facts is not None
             scalars = {new: facts.scalars[olds[0]] for new, olds in members.items() if olds[0] in facts.scalars}
+            named = {old for olds in members.values() for old in olds}
+            scalars |= {name: values for name, values in facts.scalars.items() if name not in named}
             facts = OptimizerFacts(groups=content.facts.groups, scalars=scalars)
         moved = {name for name in self._named if self._kept.get(name) != name}
         self._faults += nested_faults(content, moved, self._path)

@@ -78,6 +78,7 @@ COMMANDS = {
     "diff": [
         "--json",
         "--memory",
+        "--names",
         "--processes",
         "--rules",
         "--tag-a",
@@ -93,6 +94,7 @@ COMMANDS = {
         "--device",
         "--json",
         "--memory",
+        "--names",
         "--processes",
         "--rules",
         "--tag",

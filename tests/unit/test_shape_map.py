@@ -657,6 +657,31 @@ def test_parts_of_buffers_are_buffers_and_nested_states_are_refused() -> None:
     assert "which no map can rename" in fault.what
 
 
+def test_parameters_without_tensors_keep_their_steps_and_their_names() -> None:
+    """As those of SGD without momentum in a folder of the optimizer alone; and no tensor is given their name."""
+    layout = Arrangement(groups=(("x", "y"),), rule="flat", dp=1, kinds=KINDS).layout({"x": (2, 4), "y": (2, 4)})
+    content = content_of(layout, (("x", "y"), ("bare",)))
+    facts = content.facts
+    assert facts is not None
+    content = replace(
+        content, facts=replace(facts, scalars={**facts.scalars, "bare": {"step": 3}, "alone": {"step": 4}})
+    )
+    for held in (small([{"a": "x", "b": "new"}, {"a": "y", "b": "other"}], {}), {"x": "new", "y": "other"}):
+        mapped = read_name_map(held).apply(content, layout, Coming())
+        assert mapped.faults == () and mapped.content.facts is not None
+        assert [group.members for group in mapped.content.facts.groups] == [("new", "other"), ("bare",)]
+        steps = {name: values["step"] for name, values in mapped.content.facts.scalars.items()}
+        assert steps == {"new": 7, "other": 7, "bare": 3, "alone": 4}
+    for taken in ("bare", "alone"):
+        for held in (
+            small([{"a": "x", "b": taken}, {"a": "y", "b": "other"}], {}),
+            {"x": taken, "y": "other"},
+            {**small([{"a": "x", "b": taken}], {}), "same": True},
+        ):
+            (fault,) = read_name_map(held).apply(content, layout, Coming()).faults
+            assert fault.where == taken and "is a new name by the map, and that of a" in fault.what
+
+
 def test_other_names_of_what_is_tied_are_mapped_too() -> None:
     layout = Arrangement(groups=(("emb",),), rule="flat", dp=1, kinds=KINDS).layout({"emb": (6, 4)})
     content, numbers = content_of(layout, (("emb",),), tied={"out": "emb"}), {"v": 4, "p": 2, "h": 4}

@@ -183,8 +183,7 @@ def _merged_placements(columns: Sequence[Column], splits: Mapping[str, TensorSpl
     for whole in merge_shards(shards):
         for number, placement in enumerate((whole, *(replica.placement for replica in whole.replicas))):
             key = whole.key._replace(copy=number)
-            tiles = tuple(tile._replace(key=key) for tile in placement.tiles)
-            yield placement._replace(key=key, tiles=tiles, replicas=())
+            yield placement.renamed(key)
 
 
 def _units(column: Column) -> Iterator[Unit]:

@@ -15,8 +15,8 @@ import torch
 from ds_reshard.containers.revive import revive
 from ds_reshard.errors import Fault, ParamGroupMismatch
 from ds_reshard.execution.buffers import read_tensor, tensor_from_bytes
-from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.facts import GroupFacts, Scalar, ScalarTensor, canonical, describe
+from ds_reshard.model.content import Content
+from ds_reshard.model.facts import GroupFacts, OptimizerFacts, Scalar, ScalarTensor, canonical, describe
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
 
@@ -80,19 +80,19 @@ def is_state(entry: Entry) -> bool:
 Entry = Stored | Single | GroupValue | Own
 
 
-def entries(source: Checkpoint, *, model: str, optimizer: str) -> dict[str, Entry]:
+def entries(content: Content, *, model: str, optimizer: str) -> dict[str, Entry]:
     """Every entry by its key; `model` and `optimizer` are the names at the top, "" for none."""
-    found: list[Entry] = [*_weights(source, model)]
-    if source.facts is not None:
-        found += _states(source, optimizer)
-        found += _groups(source.facts.groups, optimizer)
-    found += _own(source)
+    found: list[Entry] = [*_weights(content, model)]
+    if content.facts is not None:
+        found += _states(content, content.facts, optimizer)
+        found += _groups(content.facts.groups, optimizer)
+    found += _own(content)
     return {".".join(map(str, entry.path)): entry for entry in found}
 
 
-def owner(source: Checkpoint, name: str) -> str:
+def owner(content: Content, name: str) -> str:
     """The name under which the optimizer has a parameter: of tied ones, the first."""
-    return source.shared.get(name, name)
+    return content.tied.get(name, name)
 
 
 def _top(name: str) -> Path:
@@ -103,36 +103,29 @@ def _keys(path: tuple[object, ...]) -> Path:
     return tuple(key if isinstance(key, int) else str(key) for key in path)
 
 
-def _names(source: Checkpoint) -> list[str]:
+def _names(content: Content) -> list[str]:
     """Every parameter and buffer, the other names of tied ones too."""
-    return list(dict.fromkeys([*(key.name for key in source.layout.placements), *source.shared]))
+    return list(dict.fromkeys([*(key.name for key in content.tensors), *content.tied]))
 
 
-def _weights(source: Checkpoint, model: str) -> Iterator[Stored]:
-    layout = source.layout
-    for name in _names(source):
-        sources: dict[ElementType, TensorKey] = {}
-        for kind in _WEIGHTS:
-            for key in (TensorKey(name=owner(source, name), kind=kind), TensorKey(name=name, kind=kind)):
-                if key in layout:  # of one type the weight counts: damage to an optimizer's file is not its own
-                    sources[layout[key].dtype] = key
-        if sources:
-            shape = layout[next(iter(sources.values()))].shape
-            own = source.extra_tensors.get(name)
+def _weights(content: Content, model: str) -> Iterator[Stored]:
+    tensors = content.tensors
+    for name in _names(content):
+        keys = (TensorKey(one, kind) for kind in _WEIGHTS for one in (owner(content, name), name))
+        found = [tensors[key] for key in keys if key in tensors]
+        if found:  # of one type the weight counts: damage to an optimizer's file is not its own
+            own = content.extra_tensors.get(name)
             path = _keys(own) if own is not None else (*_top(model), name)
-            yield Stored(path=path, shape=shape, sources=sources)
+            yield Stored(path=path, shape=found[0].shape, sources={one.dtype: one.origin for one in found})
 
 
-def _states(source: Checkpoint, optimizer: str) -> Iterator[Entry]:
-    layout = source.layout
-    assert source.facts is not None, "asked for only where there is an optimizer"
-    for name in _names(source):
+def _states(content: Content, facts: OptimizerFacts, optimizer: str) -> Iterator[Entry]:
+    for name in _names(content):
         at = (*_top(optimizer), "state", name)
-        for kind in layout.kinds(owner(source, name)):
-            key = TensorKey(name=owner(source, name), kind=kind)
+        for kind, tensor in content.trained.get(owner(content, name), {}).items():
             if kind not in _WEIGHTS:
-                yield Stored(path=(*at, kind), shape=layout[key].shape, sources={layout[key].dtype: key})
-        for kind, value in source.facts.scalars.get(owner(source, name), {}).items():
+                yield Stored(path=(*at, kind), shape=tensor.shape, sources={tensor.dtype: tensor.origin})
+        for kind, value in facts.scalars.get(owner(content, name), {}).items():
             yield Single(path=(*at, kind), value=value)
 
 
@@ -147,9 +140,9 @@ def _groups(groups: tuple[GroupFacts, ...], optimizer: str) -> Iterator[GroupVal
                 yield GroupValue(path=(*at[:-1], f"param_groups.{member}.{name}"), name=name, member=member)
 
 
-def _own(source: Checkpoint) -> Iterator[Own]:
+def _own(content: Content) -> Iterator[Own]:
     """Values beside model and optimizer; what holds tensors or classes is not offered."""
-    for path, value in source.objects.items():
+    for path, value in content.objects.items():
         if _is_plain(value):
             yield Own(path=_keys(path), value=value)
 

@@ -6,6 +6,7 @@ import io
 import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -27,12 +28,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.futures import Future
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.digests import digests
+from ds_reshard.containers.digests import digests, note_names
 from ds_reshard.errors import (
     Fault,
     ModelMismatch,
     ReshardError,
     UnsafePickle,
+    UnsupportedLayout,
     as_faults,
     faults_of,
     raise_faults,
@@ -45,15 +47,17 @@ from ds_reshard.execution.interfaces import Outcome
 from ds_reshard.formats.dcp.entries import Matched, Unasked, left_out, match_keys, optimizers
 from ds_reshard.hosts.dcp.entries import Entry, Groups, GroupValue, Own, Single, Stored, entries, is_state
 from ds_reshard.model.checkpoint import Checkpoint
-from ds_reshard.model.content import WEIGHT
+from ds_reshard.model.content import WEIGHT, Content, TensorSource
 from ds_reshard.model.facts import ScalarTensor
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.region import Box, box_region
 from ds_reshard.operations.matching import match_tensors
+from ds_reshard.operations.name_map import read_name_map
 from ds_reshard.operations.progress import showing
-from ds_reshard.operations.proof import prove, unproved
+from ds_reshard.operations.proof import left_out_faults, prove, unproved
 from ds_reshard.operations.ranks import agree_files, gather, gather_faults, rank
+from ds_reshard.operations.shape_map import Coming
 from ds_reshard.operations.source import find_listing, open_checkpoint
 from ds_reshard.operations.wrapper_names import convert_line
 from ds_reshard.planning.copies import Copy, coalesce
@@ -262,6 +266,8 @@ class Reader(StorageReader):
     folder of the tag itself, or one of torch.distributed.checkpoint, accelerate, EasyR1 or verl. `model` and
     `optimizer` are the names at the top of the state dict that is loaded, "" for none. Weights come in the type of the
     target: the fp32 masters, or the 16-bit weights. Any other type is refused, unless `cast` allows torch's rounding.
+    With `names`, a map as for `convert`, the keys are those of the map's other side; a map that leaves out rows is
+    refused, and so are states that are asked for and that the map does not take along.
 
     With `group`, the process group that is given to `load`, each of its ranks makes a Reader, faults are the same on
     all of them, and checksums of what several ranks read in parts are compared; without it, of what one rank reads
@@ -276,6 +282,7 @@ class Reader(StorageReader):
         path: str | os.PathLike[str],
         *,
         tag: str | None = None,
+        names: str | None = None,
         model: str = "model",
         optimizer: str = "optimizer",
         cast: bool = False,
@@ -285,7 +292,7 @@ class Reader(StorageReader):
     ) -> None:
         limits = {"threads": threads if threads is not None else 1, "memory_nbytes": memory_nbytes}
         raise_faults([wrong_value(name, "1 or more", one) for name, one in limits.items() if one < 1], subject=_SUBJECT)
-        self._tag = tag
+        self._tag, self._map = tag, names
         self._names = {"model": model, "optimizer": optimizer}
         self._cast = cast
         self._group = group
@@ -321,9 +328,13 @@ class Reader(StorageReader):
         except ReshardError as error:
             self._use(open_checkpoint(self._found, whole=False, optimizer=False))
             self._leave_out(faults_of(error))
+        if self._held.faults:
+            self._leave_out([*self._unread, *self._held.faults])
         if self._group is None or self._group.rank() == 0:
             prove(self._source, ())  # the weights alone; all ranks are told what one finds
-            for note in (*self._source.notes, *self._source.replica_notes()):
+            if self._map is not None:
+                raise_faults(left_out_faults(self._source), subject=_SUBJECT)
+            for note in (*self._held.notes, *self._source.replica_notes()):
                 logger.warning("%s: %s", self._source.folder, note)
 
     def _leave_out(self, faults: list[Fault]) -> None:
@@ -334,9 +345,21 @@ class Reader(StorageReader):
             logger.warning("%s: the weights alone can be read: %s", self._source.folder, told)
 
     def _use(self, source: Checkpoint) -> None:
-        self._entries: Mapping[str, Entry] = entries(source, **self._names)
-        facts = source.facts
-        self._groups = Groups(facts.groups if facts is not None else (), source.shared, where=source.folder)
+        """Serve this checkpoint, as the map has it if there is one."""
+        held, layout = _content_of(source), source.layout
+        note_names()
+        if self._map is not None:
+            held, layout, faults, padding = read_name_map(self._map).apply(source.content(), layout, Coming())
+            mend = "ds-reshard convert --names, and read what it writes"
+            unread = (
+                UnsupportedLayout.fault(source.folder, f"cannot be read by it: {note}", mend=mend) for note in padding
+            )
+            raise_faults([*faults, *unread], subject=_SUBJECT)
+            tensors = {key: replace(one, dtype=layout[one.origin].dtype) for key, one in held.tensors.items()}
+            held = replace(held, tensors=tensors)
+        self._held, self._layout = held, layout
+        self._entries: Mapping[str, Entry] = entries(held, **self._names)
+        self._groups = Groups(held.facts.groups if held.facts is not None else (), held.tied, where=source.folder)
         self._source = source
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -406,10 +429,11 @@ class Reader(StorageReader):
     def _fill(self, plan: LoadPlan, planner: TorchPlanner) -> tuple[Filling, list[Fault]]:
         shards = self._source.shards()
         self._source.compare_scalar_states = any(is_state(self._entries[item.storage_index.fqn]) for item in plan.items)
-        filling = Filling(shards.index, cast=self._cast)
+        filling = Filling(shards.index.with_layout(self._layout), cast=self._cast)
         wanted = getattr(planner, "state_dict", {})
         faults = [fault for key, value in wanted.items() for fault in off_mesh(key, value)]
         faults += left_out(optimizers(getattr(planner, "original_state_dict", {})), self._entries)
+        faults += self._lost(planner) if self._map is not None else ()
         flattened: dict[str, dict[str, object]] = {}
         for item in plan.items if not faults else ():
             fqn = item.storage_index.fqn
@@ -434,13 +458,24 @@ class Reader(StorageReader):
         faults += self._groups.joined(flattened)
         return filling, [*faults, *shards.compare(), *shards.index.faults]
 
+    def _lost(self, planner: TorchPlanner) -> Iterator[Fault]:
+        """Yield a fault for each state that a partial load would leave as it is, of a weight that it fills."""
+        model, optimizer = (f"{name}." if name else "" for name in self._names.values())
+        top = f"{optimizer}state."
+        for key in getattr(planner, "state_dict", {}) if self._held.facts is not None else ():
+            weight = f"{model}{key.removeprefix(top).rpartition('.')[0]}"
+            if key.startswith(top) and key not in self._entries and weight in self._entries:
+                what = "is not in the checkpoint as the map has it, and its weight is"
+                mend = f"leave it out of the state dict, or correct {self._map}"
+                yield ModelMismatch.fault(key, what, "the states of each weight", "none", mend=mend)
+
     def _warn(self, planner: TorchPlanner, faults: list[Fault], trained: Set[str]) -> None:
         """Raise the `faults` of all ranks, as `_agree`; then warn of what only the run or only the checkpoint has.
 
         A partial load that finds none of the weights is a fault, and so are masters of the parameters `trained` that
         are not those of their weights: the ranks that read masters or states share that proof.
         """
-        tied = {*self._source.shared, *self._source.shared.values()}
+        tied = {*self._held.tied, *self._held.tied.values()}
         saved = [key for key, entry in self._entries.items() if len(entry.path) < 2 or entry.path[-2] not in tied]
         asked = list(optimizers(getattr(planner, "original_state_dict", {})))
         tensors = [key for key, value in getattr(planner, "state_dict", {}).items() if isinstance(value, torch.Tensor)]
@@ -461,7 +496,7 @@ class Reader(StorageReader):
         if number not in readers:
             return []
         try:
-            names = frozenset().union(*trained)
+            names = frozenset().union(*trained) if self._map is None else None  # those that were saved are others
             return unproved(self._source, names, part=readers.index(number), of=len(readers))
         except Exception as error:
             return as_faults(error, where=self.checkpoint_id)
@@ -501,6 +536,23 @@ def _filled(item: ReadItem, entry: Single, planner: TorchPlanner) -> torch.Tenso
     if isinstance(entry.value, bool | str | None) or not isinstance(current, torch.Tensor) or current.dim():
         return None
     return (current.to_local() if isinstance(current, DTensor) else current).detach()
+
+
+def _content_of(source: Checkpoint) -> Content:
+    """Return what is read of a checkpoint under its own names, also of one that no other format can store."""
+    tensors = {
+        key: TensorSource(shape=one.shape, dtype=one.dtype, origin=key) for key, one in source.layout.placements.items()
+    }
+    return Content(
+        folder=source.folder,
+        ranks=None,
+        tensors=tensors,
+        facts=source.facts,
+        tied=source.shared,
+        extra_tensors=source.extra_tensors,
+        objects=source.objects,
+        notes=tuple(source.notes),
+    )
 
 
 def _told(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:

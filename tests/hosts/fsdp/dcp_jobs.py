@@ -120,11 +120,12 @@ def missing(folder: str, model: Model, ours: bool, partial: bool) -> tuple[str, 
     return told, all(torch.equal(before[name], after[name]) for name in before), held
 
 
-def opened(folders: list[str]) -> str:
-    """The text with which a Reader is refused of which each rank is given a folder of its own; "" where it is not."""
+def opened(folders: list[str], names: tuple[str | None, ...] = (None, None)) -> str:
+    """The text with which a Reader is refused of which each rank is given a folder and a map; "" where it is not."""
     import ds_reshard.dcp
 
-    return refusal(lambda: ds_reshard.dcp.Reader(folders[dist.get_rank()], group=dist.group.WORLD))
+    number, group = dist.get_rank(), dist.group.WORLD
+    return refusal(lambda: ds_reshard.dcp.Reader(folders[number], names=names[number], group=group))
 
 
 def loaded_by_torch(nodes: list[str]) -> tuple[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -325,6 +326,25 @@ def test_copies_of_two_saves_are_no_checkpoint(worlds: Any, saves: Saves, tmp_pa
     assert worlds[2].run("dcp_jobs.opened", folders=[one, str(tmp_path / "copy")]) == ["", ""]
     first, second = worlds[2].run("dcp_jobs.opened", folders=[one, other])
     assert first == second and first.startswith("CheckpointDamaged") and "ranks see different files" in first
+
+
+def test_ranks_with_two_maps_read_nothing(worlds: Any, tmp_path: Path) -> None:
+    """Or with other numbers in one map, or of which one has none; with copies of one map they do."""
+    folder, paths = str(tmp_path / "saved"), list[str]()
+    dcp.save({"model": {"w": torch.ones(4, 3)}}, checkpoint_id=folder)
+    split = {"sides": ["a", "b"], "entries": [{"a": "w : (g q+1) h", "b": ["x", "y"]}]}
+    for held in (
+        {"w": "new"},
+        {"w": "new"},
+        {"w": "other"},
+        *({**split, "numbers": {"g": g, "q": q, "h": 3}} for g, q in ((2, 1), (1, 3))),
+    ):
+        paths.append(str(tmp_path / f"map{len(paths)}.json"))
+        Path(paths[-1]).write_text(json.dumps(held), encoding="utf-8")
+    assert worlds[2].run("dcp_jobs.opened", folders=[folder] * 2, names=(paths[0], paths[1])) == ["", ""]
+    for names in ((paths[0], paths[2]), (paths[3], paths[4]), (paths[0], None)):
+        first, second = worlds[2].run("dcp_jobs.opened", folders=[folder] * 2, names=names)
+        assert first == second and "ranks have different maps of names" in first
 
 
 def test_copies_of_two_saves_are_none_for_torch_either(worlds: Any, tmp_path: Path) -> None:
