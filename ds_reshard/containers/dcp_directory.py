@@ -148,6 +148,15 @@ def is_megatrons(folder: str) -> bool:
     return folders.is_file(os.path.join(folder, COMMON)) or backend_of(folder) is not None
 
 
+def is_megatron_fsdp(folder: str) -> bool:
+    """Whether Megatron-FSDP saved a folder with its optimizer: no file says it but keys of param groups (0.19.2)."""
+    path = os.path.join(folder, METADATA)
+    if not folders.is_file(path) or is_megatrons(folder):
+        return False
+    with PositionedFile(path) as file:
+        return b"optimizer.param_to_group_meta." in file.read(0, file.nbytes)
+
+
 def list_directory(
     folder: str, parts: Sequence[str], read: Callable[[str], Directory], *, format: str, writer: str
 ) -> SavedListing:

@@ -589,8 +589,8 @@ def test_what_megatron_saves_as_torch_dcp_is_looked_at_and_not_resumed_from(tmp_
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "folder"))
     folder, out = str(tmp_path / "folder"), str(tmp_path / "out")
     for told in (inspect(folder), verify(folder, deep=True)):
-        assert told.faults == () and any("torch_dcp or fsdp_dtensor" in note for note in told.notes)
+        assert told.faults == () and any("of Megatron-LM's format torch_dcp" in note for note in told.notes)
     for to in ("zero2", "dcp"):
-        with pytest.raises(ds_reshard.UnsupportedLayout, match=r"torch_dcp or fsdp_dtensor.*--ckpt-format torch_dist"):
+        with pytest.raises(ds_reshard.UnsupportedLayout, match=r"format torch_dcp, or of.*--ckpt-format torch_dist"):
             convert(folder, out, to=to, dp=1)
     convert(folder, out, to="safetensors")

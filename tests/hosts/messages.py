@@ -49,6 +49,7 @@ MEGATRON = (
     "--train-samples",
     "--transformer-impl",
     "--use-distributed-optimizer",
+    "--use-megatron-fsdp",
     "--use-mup",
     "--use-precision-aware-optimizer",
     "--weight-decay",

@@ -41,12 +41,12 @@ def test_functions_are_under_70_lines() -> None:
 BUDGETS = {
     "model, planning": (("model", "planning"), 4107),
     "execution": (("execution",), 3090),
-    "containers": (("containers",), 6438),
+    "containers": (("containers",), 6447),
     "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 8595),
+    "other formats": (("formats",), 8870),
     "operations": (("operations",), 6713),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
-    "other hosts": (("hosts",), 11870),
+    "other hosts": (("hosts",), 11881),
     "resume, hooks, cli, testing, top": ((".",), 7307),
 }
 """The lines that each room may have. A step that makes a room smaller lowers its budget."""

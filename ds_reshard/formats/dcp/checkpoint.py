@@ -15,6 +15,7 @@ from ds_reshard.containers.dcp_directory import (
     Directory,
     Place,
     damaged,
+    is_megatron_fsdp,
     is_megatrons,
     list_directory,
     read_directory,
@@ -59,7 +60,7 @@ class DcpCheckpoint(SavedState):
 def list_dcp(folder: str) -> SavedListing | None:
     """The files of such a folder, None for any other."""
     parts = _parts(folder)
-    if not parts or is_megatrons(folder):
+    if not parts or is_megatrons(folder) or is_megatron_fsdp(folder):
         return None
     return list_directory(folder, parts, _read, format="torch.distributed.checkpoint", writer="torch")
 
@@ -147,8 +148,8 @@ def _notes(directory: Directory) -> Iterator[str]:
         )
     if directory.objects.keys() >= _OF_MEGATRON:
         yield (
-            "is of Megatron-LM's format torch_dcp or fsdp_dtensor, whose optimizer states are not read as parameters' "
-            "own: load it with Megatron-LM, and save it with --ckpt-format torch_dist"
+            "is of Megatron-LM's format torch_dcp, or of fsdp_dtensor without its optimizer: states are not read as "
+            "parameters' own; load it with Megatron-LM, and save it with --ckpt-format torch_dist"
         )
 
 

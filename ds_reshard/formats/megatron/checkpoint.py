@@ -12,11 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.dcp_directory import BACKEND, COMMON, METADATA, Directory, Place, read_directory
+from ds_reshard.containers.dcp_directory import (
+    BACKEND,
+    COMMON,
+    METADATA,
+    Directory,
+    Place,
+    is_megatron_fsdp,
+    read_directory,
+)
 from ds_reshard.containers.torch_zip import open_archive
-from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedLayout
+from ds_reshard.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron import bridge
 from ds_reshard.model.content import SAMPLES, STEPS, Path
+from ds_reshard.model.facts import canonical
 from ds_reshard.model.records import ObjectRecord
 from ds_reshard.resume.megatron import MegatronPast, extra_values, read_schedule
 
@@ -54,10 +63,13 @@ def read_common(folder: str, directory: Directory | None = None) -> tuple[Mappin
 
     `directory` is the folder's, where it was read before.
 
-    Raises UnsupportedLayout for torch_dcp and fsdp_dtensor, and what reading a damaged file raises.
+    Raises UnsupportedLayout for torch_dcp and for fsdp_dtensor without an optimizer, and what a damaged file raises.
     """
     names = _names(folder)
     if METADATA in names:
+        if is_megatron_fsdp(folder):
+            directory = directory or read_directory(folder)
+            return _of_fsdp(directory), directory.objects
         if BACKEND not in names:
             mend = "start the run with --resume-report FILE, or save with --ckpt-format torch_dist"
             what = "is a checkpoint of format torch_dcp or fsdp_dtensor, whose rates are not drawn"
@@ -78,6 +90,53 @@ def read_common(folder: str, directory: Directory | None = None) -> tuple[Mappin
         raise _not_found(folder, "holds no checkpoint of Megatron-LM", "give the folder of --save")
     path = os.path.join(folder, ranks[0], MODEL)
     return _mapping(path, _load(path)), {}
+
+
+_SCHEDULER, _GROUP = "opt_param_scheduler.", "optimizer.param_to_group_meta."
+
+
+def _of_fsdp(directory: Directory) -> Mapping[object, object]:
+    """The same of Megatron-FSDP, which saves a group's values for each of its parameters: `params` are their names."""
+    common: dict[object, object] = {}
+    scheduler: dict[object, object] = {}
+    values: dict[str, Group] = {}
+    for key, place in directory.objects.items():
+        if key.startswith(_GROUP):
+            name, _, value = key.removeprefix(_GROUP).rpartition(".")
+            values.setdefault(name, {})[value] = read_object(place)
+        elif key.startswith(_SCHEDULER):
+            scheduler[key.removeprefix(_SCHEDULER)] = read_object(place)
+        elif "." not in key:
+            common[key] = read_object(place)
+    if scheduler:
+        common["opt_param_scheduler"] = scheduler
+    return {**common, "optimizer": {"param_groups": _groups_of(directory.path, values)}}
+
+
+_IDENTITY = (
+    *("max_lr", "min_lr", "start_wd", "end_wd", "wd_mult", "optimizer"),
+    *("lr_mult", "is_expert_parallel", "is_decoupled_lr"),
+)
+"""By which Megatron tells groups apart (`param_group_identifier_keys`, core/optimizer/optimizer.py, 0.19.2)."""
+
+
+def _groups_of(path: str, values: Mapping[str, Group]) -> list[Group]:
+    """The param groups of the values that each parameter has. Raises UnsupportedLayout where those of one differ."""
+    groups: dict[str, tuple[Group, list[str]]] = {}
+    faults = []
+    for name, own in values.items():
+        first, members = groups.setdefault(canonical([own.get(one) for one in _IDENTITY]), (own, []))
+        members.append(name)
+        for one in sorted(own.keys() | first.keys()):
+            if canonical(own.get(one)) != canonical(first.get(one)):
+                what, mend = (
+                    f"{one} of {name} is not that of {members[0]}, of the same param group",
+                    "take an older one",
+                )
+                sides = str(first.get(one))[:40], str(own.get(one))[:40]
+                faults.append(UnsupportedLayout.fault(path, what, *sides, mend=mend))
+    raise_faults(faults, subject=f"checkpoint {os.path.dirname(path)}")
+    return [{**own, "params": members} for own, members in groups.values()]
 
 
 def read_object(place: Place) -> object:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.dcp_directory import BACKEND, backend_of, is_megatrons
+from ds_reshard.containers.dcp_directory import BACKEND, backend_of, is_megatron_fsdp, is_megatrons
 from ds_reshard.errors import ConfigError, Fault, UnsupportedLayout, raise_faults
 from ds_reshard.formats.megatron.adoption import adopt
 from ds_reshard.formats.megatron.checkpoint import TRACKER, arguments_of, iteration_name
 from ds_reshard.formats.megatron.flat_states import RESAVE, size_of
+from ds_reshard.formats.megatron.fsdp_dtensor import FsdpDtensor, list_fsdp_dtensor, open_fsdp_dtensor
 from ds_reshard.formats.megatron.shifts import Shifts
 from ds_reshard.formats.megatron.target import Shown, megatron_target, step_of, target_faults
 from ds_reshard.formats.megatron.torch_dist import TorchDist, list_torch_dist, open_torch_dist
@@ -104,8 +105,8 @@ class OpenedMegatron(SavedCheckpoint):
         return tuple(told)
 
     def target(self, asked: ConversionRequest, like: Checkpoint | None) -> Target | None:
-        """Its own format anew, with all that no other has a place for."""
-        if asked.to not in WRITES:
+        """Its own format anew, with all that no other has a place for; that of Megatron-FSDP is not written."""
+        if asked.to not in WRITES or isinstance(self.state, FsdpDtensor):
             return None
         content, shown = super().content(), self.state.shown
         faults = [*content.faults, *target_faults(content, shown)]
@@ -199,6 +200,8 @@ _NO_RANDOM = "no random states are written: those of the coming run are what its
 def _list(folder: str) -> SavedListing | None:
     if is_megatrons(folder):
         return list_torch_dist(folder)
+    if is_megatron_fsdp(folder):
+        return list_fsdp_dtensor(folder)
     if is_torch_format(folder):
         return list_torch_format(folder)
     backend = backend_of(folder) if BACKEND in folders.names(folder) else None
@@ -213,7 +216,11 @@ def _list(folder: str) -> SavedListing | None:
 
 
 def _open(listing: Listing, *, optimizer: bool = True) -> OpenedMegatron:
-    opened = open_torch_dist if is_megatrons(listing.folder) else open_torch_format
+    opened: Callable[..., TorchDist | TorchFormat] = open_torch_format
+    if is_megatrons(listing.folder):
+        opened = open_torch_dist
+    elif is_megatron_fsdp(listing.folder):
+        opened = open_fsdp_dtensor
     return OpenedMegatron(opened(listing.folder, optimizer=optimizer), listing.nbytes)
 
 

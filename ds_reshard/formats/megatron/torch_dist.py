@@ -144,7 +144,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
     common, _ = read_common(folder, directory)
     arguments = arguments_of(common.get("args"))
     if not optimizer:
-        directory, common = _without_optimizer(directory), {k: v for k, v in common.items() if k != "optimizer"}
+        directory, common = without_optimizer(directory), {k: v for k, v in common.items() if k != "optimizer"}
     kind = _sharding(common, directory, arguments) if optimizer else None
     raise_faults(list(_unread(folder, kind, arguments)), subject=subject)
     flat = kind == _FLAT
@@ -157,7 +157,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
             if made.key in placements:
                 faults.append(damaged(directory.path, f"{family} and another key name {made.key}", "one", "two"))
             placements[made.key] = made
-    faults += _contradictions(folder, arguments, placements)
+    faults += contradictions(folder, arguments, placements)
     raise_faults(faults, subject=subject)
     replicas: dict[TensorKey, Placement] = {}
     unread: list[Fault] = []
@@ -169,7 +169,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
         for key, tiles in found.tiles.items():
             made = _flat_placed(directory, key, placements[TensorKey(name=key.name, kind=WEIGHT)], tiles, found, faults)
             (replicas if key.copy else placements)[key] = made
-    unread += _left_out([*faults, *_incomplete(directory.path, placements)], subject)
+    unread += _left_out([*faults, *incomplete(directory.path, placements)], subject)
     if unread:
         placements = {key: placement for key, placement in placements.items() if key.kind == WEIGHT}
     shards = {family: len(held) for family, held in families.items()}
@@ -195,7 +195,7 @@ def open_torch_dist(folder: str, *, optimizer: bool = True) -> TorchDist:
     )
 
 
-def _without_optimizer(directory: Directory) -> Directory:
+def without_optimizer(directory: Directory) -> Directory:
     tensors = {key: tensor for key, tensor in directory.tensors.items() if not is_state(key)}
     objects = {key: place for key, place in directory.objects.items() if not is_state(key)}
     return replace(directory, tensors=tensors, objects=objects)
@@ -340,7 +340,7 @@ def _flat_placed(
     return tiled_placement(key, weight.shape, ElementType.named(label), ordered(tiles), family=family, buffer=BUFFER)
 
 
-def _contradictions(
+def contradictions(
     folder: str, arguments: Mapping[str, object], placements: Mapping[TensorKey, Placement]
 ) -> Iterator[Fault]:
     """What the run's arguments say otherwise than the tensors."""
@@ -357,7 +357,7 @@ def _contradictions(
             yield damaged(folder, f"args.padded_vocab_size is not the rows of {name}", str(rows), str(held.shape[:1]))
 
 
-def _incomplete(path: str, placements: Mapping[TensorKey, Placement]) -> Iterator[Fault]:
+def incomplete(path: str, placements: Mapping[TensorKey, Placement]) -> Iterator[Fault]:
     """States of another shape than their parameter, and parameters that are trained without an fp32 master."""
     kinds: dict[str, dict[str, Placement]] = {}
     for key, placement in placements.items():
@@ -372,8 +372,9 @@ def _incomplete(path: str, placements: Mapping[TensorKey, Placement]) -> Iterato
                 )
         master = held.get(MASTER, weight)
         if len(held) > 1 and master is not None and master.dtype is not ElementType.FLOAT32:
-            what = f"{name} is trained without an fp32 master: a precision-aware optimizer, or remainders of bf16"
-            mend = "save it without --use-precision-aware-optimizer"
+            why = "a precision-aware optimizer, remainders of bf16, or masters of another type"
+            what = f"{name} is trained without an fp32 master: {why}"
+            mend = "save it without --use-precision-aware-optimizer, and of Megatron-FSDP with fp32 masters"
             yield UnsupportedLayout.fault(path, what, "float32", master.dtype.label, mend=mend)
 
 

@@ -15,13 +15,14 @@ from operator import methodcaller
 from pathlib import PurePath
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.dcp_directory import Place, is_megatrons
+from ds_reshard.containers.dcp_directory import Place, is_megatron_fsdp, is_megatrons
 from ds_reshard.containers.remote import is_url
 from ds_reshard.errors import (
     CheckpointDamaged,
     CheckpointNotFound,
     ConfigError,
     Fault,
+    ModelMismatch,
     ReshardError,
     UnsafePickle,
     UnsupportedLayout,
@@ -274,7 +275,7 @@ def _moved(folder: str) -> str:
 
 
 def _is_iteration(folder: str) -> bool:
-    return folders.is_folder(folder) and (is_megatrons(folder) or is_torch_format(folder))
+    return folders.is_folder(folder) and any(of(folder) for of in (is_megatrons, is_torch_format, is_megatron_fsdp))
 
 
 def _how_to_load(folder: str, step: str) -> str:
@@ -298,6 +299,7 @@ def _saved(arguments: Namespace, path: str) -> Saved | None:
         raise_faults(_tracker_faults(*looked_in), subject=f"loading {path}")
         folder = find_iteration(*looked_in)
         whole = is_megatrons(folder)
+        raise_faults(_of_megatron_fsdp(path, folder), subject=f"loading {path}")
         if os.path.basename(folder) == "release" or not (whole or is_torch_format(folder)):
             return None
         common, objects = read_common(folder)
@@ -308,6 +310,15 @@ def _saved(arguments: Namespace, path: str) -> Saved | None:
         return None
     held = arguments_of(common.get("args"))
     return Saved(folder=folder, whole=whole, common=common, objects=objects, arguments=held)
+
+
+def _of_megatron_fsdp(path: str, folder: str) -> list[Fault]:
+    """A fault for a folder that a run with `--use-megatron-fsdp` alone reads; any other takes it for torch_dcp."""
+    if not is_megatron_fsdp(folder):
+        return []
+    what = "is of format fsdp_dtensor, which Megatron-LM reads with --use-megatron-fsdp alone"
+    mend = f"ds-reshard convert {path} DIR --to megatron, and give --load DIR"
+    return [ModelMismatch.fault(folder, what, "torch_dist or torch", "fsdp_dtensor", mend=mend)]
 
 
 def _looked_in(arguments: Namespace, path: str) -> tuple[str, str | None] | None:

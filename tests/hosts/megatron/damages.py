@@ -14,10 +14,10 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemReader
 
 
-def changed_common(folder: Path, change: Callable[[bytes], bytes]) -> None:
-    """Change the pickle of what all ranks share, which then lies in a file of its own."""
+def changed_common(folder: Path, change: Callable[[bytes], bytes], key: str = "common_state/shard_0_1") -> None:
+    """Change the pickle of what all ranks share, or of another object, which then lies in a file of its own."""
     metadata = FileSystemReader(folder).read_metadata()
-    (index,) = (one for one in metadata.storage_data if one.fqn == "common_state/shard_0_1")
+    (index,) = (one for one in metadata.storage_data if one.fqn == key)
     place = metadata.storage_data[index]
     archive = (folder / place.relative_path).read_bytes()[place.offset : place.offset + place.length]
     file = folder / "__9_9.distcp"

@@ -78,23 +78,6 @@ def save_bert(arguments: str, saves: list[dict[str, Any]]) -> dict[str, Any]:
     return save(arguments, saves)
 
 
-def save_fsdp(arguments: str, folder: str) -> dict[str, Any]:
-    """What Megatron-FSDP saves, of a model as it is made: weights are the masters, and moments zero."""
-    import os
-
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS")  # which it wants above 1
-    torch.cuda.current_device = lambda: 0  # it makes a name of it
-    flags = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
-    models, optimizer, scheduler = _setup(f"{arguments} {flags} --save {folder} --save-interval 1")
-    from megatron.training import checkpointing
-
-    for live in (live for group in optimizer.optimizer.param_groups for live in group["params"]):
-        live.grad = torch.zeros_like(live)
-    optimizer.optimizer.step()
-    checkpointing.save_checkpoint(ITERATION, models, optimizer, scheduler, 0, checkpointing_context={})
-    return {}
-
-
 def _setup(arguments: str) -> tuple[Any, Any, Any]:
     import inspect
 

@@ -16,7 +16,6 @@ from stages import FORMATS, OVERRIDE, POSITION, SAVED, curve, same_state, used
 import ds_reshard.operations as tools
 from ds_reshard.cli.main import main
 from ds_reshard.errors import UnsupportedLayout
-from ds_reshard.formats.megatron.torch_dist import saved_tensors
 from ds_reshard.hosts.megatron.topology import find_saved
 from ds_reshard.hosts.megatron.training import announced_format_faults, format_faults
 from ds_reshard.resume.policy import ResumePolicy
@@ -151,18 +150,6 @@ def test_an_abbreviation_is_no_flag(stages: Any, release: str) -> None:
     """Megatron's parser takes none, so that none is half understood."""
     told = stages.refused(release, "--override-opt_param-sched")
     assert told["error"] == "SystemExit"
-
-
-def test_what_megatron_fsdp_has_saved_is_looked_at(releases: Any, tmp_path: Path) -> None:
-    """Its files are whole to inspect and verify, which say whose they are; no state of them is taken for another's."""
-    folder = str(tmp_path / "saved")
-    releases["0.19.2"].run("format_jobs:save_fsdp", ranks=2, arguments=f"{DISTRIBUTED}{GATED}", folder=folder)
-    for told in (tools.inspect(folder), tools.verify(folder, deep=True)):
-        assert told.faults == () and any("torch_dcp or fsdp_dtensor" in note for note in told.notes)
-    with pytest.raises(UnsupportedLayout, match=r"torch_dcp or fsdp_dtensor.*--ckpt-format torch_dist"):
-        tools.convert(folder, str(tmp_path / "out"), to="zero2", dp=1)
-    (iteration,) = Path(folder).glob("iter_*")
-    assert saved_tensors(str(iteration)) == []  # which a load would else miss: its keys are nobody's in torch_dist
 
 
 @pytest.mark.parametrize("name", ["torch_dcp", "fsdp_dtensor"])
