@@ -15,7 +15,7 @@ FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
 	@echo "make demo-lr        resume with another learning rate; draws what each update uses in .demo/lr.png"
-	@echo "make test           every test that needs no GPU; THIRD=... a third of the cases of each slow test"
+	@echo "make test           every test that needs no GPU; THIRD=... a third of the slow cases of each file"
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
@@ -79,7 +79,7 @@ host-tests: TESTS = $(filter-out $(GRID_TESTS),$(HOST_TESTS))
 other-tests: TESTS = $(filter-out %/docs %/hostile %/hosts %/torture %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 PARTS := megatron-tests grid-tests host-tests other-tests
 
-# THIRD=text: of each test with four slow cases or more only a third, drawn by the text.
+# THIRD=text: only a third of the slow cases of each file, drawn by the text.
 THIRD ?=
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py

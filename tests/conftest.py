@@ -31,7 +31,7 @@ _WORLDS = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", metavar="SEED", help="run a third of the cases of each large slow test, drawn by SEED")
+    parser.addoption("--third", metavar="SEED", help="run a third of the slow cases of each file, drawn by SEED")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -39,13 +39,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("third")
     cases = defaultdict(list)
     for item in items if seed else ():
-        if item.get_closest_marker("slow") or item.get_closest_marker("distributed"):
-            cases[item.nodeid.partition("[")[0]].append(item)
+        marked = item.get_closest_marker("slow") or item.get_closest_marker("distributed")
+        if marked or item.path.is_relative_to(_HOSTS):
+            cases[item.path].append(item)
     left_out = set()
-    for of_one_test in cases.values():
-        if len(of_one_test) > 3:
-            drawn = sorted(of_one_test, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
-            left_out.update(drawn[-(-len(drawn) // 3) :])
+    for of_one_file in cases.values():
+        drawn = sorted(of_one_file, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
+        left_out.update(drawn[-(-len(drawn) // 3) :])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
