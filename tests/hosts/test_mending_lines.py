@@ -425,6 +425,9 @@ FOLLOWED = {
     "a position beside an engine": (
         "hosts/deepspeed/test_resume_unowned.py::test_a_position_that_counts_the_batches_of_other_ranks_is_a_warning"
     ),
+    "a position beside no engine": (
+        "hosts/accelerate/test_positions.py::test_a_count_of_micro_batches_is_told_without_deepspeed"
+    ),
     "a schedule of the other clock": (
         "hosts/accelerate/test_late_resume.py::test_a_schedule_as_it_was_saved_is_refused_on_another_clock"
     ),

@@ -83,6 +83,28 @@ def translated(
             vars(wrapper).pop("load_state_dict", None)
 
 
+def warn_of_micro_batches(accelerator: Accelerator) -> None:
+    """Warn on rank 0 if a schedule that the script steps with each micro batch counted others for each update.
+
+    Adam's own count tells the updates; no file tells the accumulation, so one step for each update tells nothing.
+    """
+    from accelerate.scheduler import AcceleratedScheduler
+
+    now = accelerator.gradient_accumulation_steps
+    for wrapper in accelerator._schedulers if accelerator.is_main_process else ():
+        if not isinstance(wrapper, AcceleratedScheduler) or wrapper.step_with_optimizer:
+            continue
+        steps = [float(state.get("step", 0)) for one in wrapper.optimizers for state in one.state.values()]
+        position, updates = position_in(wrapper.scheduler.state_dict()) or 0, int(max(steps, default=0))
+        then, rest = divmod(position, updates) if updates else (0, 0)
+        if then > 1 and not rest and then != now:
+            logger.warning(
+                "%s: the saved position %d counts micro batches, %d for each of %d updates, and an update of this run "
+                "has %d: give the scheduler the state that it was built with, but with last_epoch %d",
+                *(type(wrapper.scheduler).__name__, position, then, updates, now, updates * now),
+            )
+
+
 def _take(
     accelerator: Accelerator,
     wrapper: AcceleratedScheduler,

@@ -180,6 +180,7 @@ def load_state(call: Call) -> object:
             positions.translated(accelerator, _steps(accelerator, where), None, ResumePolicy()),
         ):
             result = original()
+        positions.warn_of_micro_batches(accelerator)
         _agree_on_step(accelerator, where, last_report())
         return result
     mine, policy, before = tracked(accelerator), policy_beside(plugin.deepspeed_config), last_report()

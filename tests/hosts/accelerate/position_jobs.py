@@ -55,17 +55,22 @@ def _prepared(kind: str, times: int, lr: float, section: dict[str, Any], deepspe
         }
         accelerator = new_accelerator(config)
     else:
-        from accelerate import Accelerator
-        from accelerate.utils import InitProcessGroupKwargs
-
-        jobs.forget_accelerate()
-        accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)])
+        accelerator = _alone()
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
     scheduler = KINDS[kind](optimizer, times)
     for _ in range(before):
         optimizer.step()
         scheduler.step()
     return (accelerator, *accelerator.prepare(net, optimizer, scheduler))
+
+
+def _alone(**given: Any) -> Any:
+    """An Accelerator without DeepSpeed."""
+    from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
+
+    jobs.forget_accelerate()
+    return Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend=BACKEND)], **given)
 
 
 def run(
@@ -127,7 +132,12 @@ def _train(accelerator: Any, model: Any, optimizer: Any, scheduler: Any, steps: 
 
 
 def by_micro_batch(
-    accumulation: int, folder: str, load: bool = False, policy: str = "host", moved: int | None = None
+    accumulation: int,
+    folder: str,
+    load: bool = False,
+    policy: str = "host",
+    moved: int | None = None,
+    deepspeed: bool = True,
 ) -> tuple[list[float], list[str]]:
     """The script itself steps the schedule, with each micro batch; at the position `moved` where one is given.
 
@@ -145,8 +155,9 @@ def by_micro_batch(
     }
     with ds_reshard.install("accelerate"), ds_reshard.install("deepspeed"), heard() as told:
         of_script = {"gradient_accumulation_steps": accumulation, "step_scheduler_with_optimizer": False}
-        accelerator, net = new_accelerator(config, **of_script), new_net()
-        optimizer = torch.optim.SGD(net.parameters(), lr=LR, momentum=0.9)
+        accelerator, net = new_accelerator(config, **of_script) if deepspeed else _alone(**of_script), new_net()
+        kind = torch.optim.SGD if deepspeed else torch.optim.Adam  # whose count tells the updates, where no file does
+        optimizer = kind(net.parameters(), lr=LR)
         model, optimizer, scheduler = accelerator.prepare(net, optimizer, KINDS["MultiStepLR"](optimizer, accumulation))
         built = copy.deepcopy(scheduler.scheduler.state_dict())
         if load:

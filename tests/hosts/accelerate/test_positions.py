@@ -231,3 +231,18 @@ def test_a_count_of_micro_batches_is_told_where_an_update_has_others(
         assert after == rates("MultiStepLR", 4, 4)
         ((after, told),) = worlds[1].run(job, accumulation=then, **asked)
         assert (after, told) == (rates("MultiStepLR", 4, 4), [])
+
+
+@pytest.mark.parametrize(("then", "now"), [(4, 2), (2, 4), (2, 1)])
+def test_a_count_of_micro_batches_is_told_without_deepspeed(worlds: Any, tmp_path: Path, then: int, now: int) -> None:
+    """Adam has counted the updates; with the line that mends it, which is followed."""
+    job, asked = "position_jobs.by_micro_batch", {"folder": str(tmp_path), "load": True, "deepspeed": False}
+    worlds[1].run(job, accumulation=then, folder=str(tmp_path), deepspeed=False)
+    ((_, (line,)),) = worlds[1].run(job, accumulation=now, **asked)
+    assert f"counts micro batches, {then} for each of 4 updates, and an update of this run has {now}" in line
+    moved = re.search(r"but with last_epoch (\d+)", line)
+    assert moved is not None, line
+    ((after, _),) = worlds[1].run(job, accumulation=now, moved=int(moved[1]), **asked)
+    assert after == rates("MultiStepLR", 4, 4)
+    ((after, told),) = worlds[1].run(job, accumulation=then, **asked)
+    assert (after, told) == (rates("MultiStepLR", 4, 4), [])
