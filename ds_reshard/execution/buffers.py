@@ -17,7 +17,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.errors import raise_faults
 from ds_reshard.execution.checksums import verify
-from ds_reshard.execution.interfaces import Outcome, Slice
+from ds_reshard.execution.interfaces import Outcome, Slice, Strides
 from ds_reshard.model.index import extent_of
 from ds_reshard.model.records import ElementType, TensorRecord
 
@@ -65,6 +65,13 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def scatter(places: torch.Tensor, values: torch.Tensor, strides: Strides) -> None:
+    """Copy rows of values, cast together, to where they lie apart: of a NaN a cast of strided elements makes others."""
+    rows = values.to(places.dtype).view(-1, strides.numel)
+    with torch.no_grad():
+        places.as_strided(rows.shape, (strides.step, strides.spread)).copy_(rows)
+
+
 class TensorTarget:
     """A torch tensor as a flat, row-major target of `numel` elements.
 
@@ -99,6 +106,10 @@ class TensorTarget:
         values = torch.frombuffer(data, dtype=torch_dtype(dtype))
         with torch.no_grad():
             self.tensor[element_offset : element_offset + values.numel()].copy_(values)
+
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        values = torch.frombuffer(data, dtype=torch_dtype(dtype))
+        scatter(self.tensor[element_offset:][: strides.reach(values.numel())], values, strides)
 
     def zero(self, element_offset: int, numel: int) -> None:
         with torch.no_grad():

@@ -7,7 +7,8 @@ says when the slot is free again. So one chunk is read while another is copied a
 pieces that are neither cast nor dealt out by rows skips the scratch memory: to give an H200 a copy took 0.1 ms, and one
 thread at a time does.
 
-Buffers in host memory, and bytes that are read for their checksum alone, are left to the executor of the host.
+Buffers in host memory, transposed tensors, and bytes that are read for their checksum alone, are left to the executor
+of the host.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from ds_reshard.execution.scatter import (
     straight,
 )
 from ds_reshard.execution.threads import OpenFiles, Seen, ThreadExecutor
-from ds_reshard.planning.copies import BUFFER, NUMEL, ROWS, Copies, Copy
+from ds_reshard.planning.copies import BUFFER, NUMEL, ROWS, SPREAD, Copies, Copy
 from ds_reshard.planning.plan import Plan
 
 
@@ -251,6 +252,7 @@ class CudaExecutor:
             targets[fill.buffer].zero(fill.element_offset, fill.numel)
         copies = Copies.of(plan.copies)
         there = numpy.array([buffer in tensors for buffer in copies.buffers], dtype=bool)[copies.table[BUFFER]]
+        there &= copies.table[SPREAD] == 1
         to_device, others = copies.take(there & (copies.table[NUMEL] > 0)), copies.take(~there)
         if len(to_device):
             before = Seen(to_device.records_used)

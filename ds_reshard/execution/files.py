@@ -16,9 +16,9 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.containers.torch_zip_writer import Member
 from ds_reshard.errors import InternalError
 from ds_reshard.execution import disk
-from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
+from ds_reshard.execution.buffers import casts_alike, memory_of, scatter, torch_dtype
 from ds_reshard.execution.checksums import is_whole, partial_sums
-from ds_reshard.execution.interfaces import Outcome, Saw, Slice
+from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Strides
 from ds_reshard.execution.threads import ThreadExecutor
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
@@ -49,6 +49,9 @@ class FileTarget:
         for at in range(0, len(data), _CAST_NBYTES):
             values = torch.frombuffer(data[at : at + _CAST_NBYTES], dtype=torch_dtype(dtype))
             self._write(element_offset + at // dtype.itemsize, memory_of(values.to(torch_dtype(self.dtype))))
+
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        raise InternalError("elements that lie apart in a file are put together in memory first")
 
     def zero(self, element_offset: int, numel: int) -> None:
         size = self.dtype.itemsize
@@ -188,7 +191,7 @@ class StagingExecutor:
     def execute(self, plan: Plan, targets: Mapping[str, FileTarget]) -> Outcome:
         """Carry out the plan, or what comes before the first window with a fault."""
         copies = Copies.of(plan.copies)
-        if copies.nbytes >= copies.number_of_runs * _LARGE_NBYTES:
+        if not copies.any_spread and copies.nbytes >= copies.number_of_runs * _LARGE_NBYTES:
             return self._inner.execute(plan, targets)
         outcome = self._inner.execute(Plan(copies=(), fills=plan.fills, checks=plan.checks), targets)
         of_buffer = copies.by_buffer()
@@ -272,6 +275,15 @@ class _Staged:
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
         values = torch.frombuffer(data, dtype=torch_dtype(dtype)).to(torch_dtype(self._dtype))
         self._memory(element_offset, values.numel())[:] = memory_of(values)
+
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        values = torch.frombuffer(data, dtype=torch_dtype(dtype))
+        ends = element_offset, element_offset + strides.reach(values.numel()) - 1
+        together = len({bisect_right(self._starts, end) for end in ends}) == 1
+        each = values.numel() if together else strides.numel  # rows of two tensors may be as far apart as those of one
+        for at in range(0, values.numel(), each):
+            memory = self._memory(element_offset + at // strides.numel * strides.step, strides.reach(each))
+            scatter(torch.frombuffer(memory, dtype=torch_dtype(self._dtype)), values[at : at + each], strides)
 
     def zero(self, element_offset: int, numel: int) -> None:
         raise InternalError("a window is filled by copies alone")

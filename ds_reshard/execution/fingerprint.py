@@ -33,6 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
+from ds_reshard.execution.interfaces import Strides
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
 from ds_reshard.model.layout import Layout, TensorKey
@@ -44,6 +45,7 @@ from ds_reshard.planning.copies import (
     ELEMENT_OFFSET,
     NUMEL,
     RECORD,
+    SPREAD,
     TYPES,
     Copies,
     Copy,
@@ -55,6 +57,7 @@ from ds_reshard.planning.plan import Match
 BLOCK_WORDS = 16384
 BLOCK_NBYTES = 4 * BLOCK_WORDS
 _HOST_PORTION_NBYTES = 16 * BLOCK_NBYTES
+_SPREAD_PORTION = 1 << 15  # elements; each takes some 64 bytes while it is summed
 # Products take twice as much: what stays of them in the cache of a device is not brought from memory to be summed.
 _DEVICE_PORTION_NBYTES = 256 * BLOCK_NBYTES
 _MASK = 2**64 - 1
@@ -215,6 +218,23 @@ class Fingerprints(Generic[_Key]):
             else:
                 parts.append(part)
 
+    def add_spread(
+        self, keys: Sequence[_Key], memories: Sequence[memoryview], elements: _Wide, spreads: _Wide, itemsize: int
+    ) -> None:
+        """Add many parts of elements that lie apart in their tensor: each has its first element, and their distance."""
+        data = memoryview(b"".join(memories))
+        ends = numpy.cumsum([len(memory) // itemsize for memory in memories])
+        before, totals = numpy.append(0, ends[:-1]), numpy.zeros(len(memories), dtype=numpy.int64)
+        for first in range(0, int(ends[-1]), _SPREAD_PORTION):
+            number = numpy.arange(first, min(first + _SPREAD_PORTION, int(ends[-1])))
+            part = numpy.searchsorted(ends, number, side="right")
+            byte = itemsize * (elements[part] + (number - before[part]) * spreads[part])
+            words = data[first * itemsize : (first + len(number)) * itemsize]
+            numpy.add.at(totals, part, _sums_of_elements(byte, words, itemsize))
+        with self._lock:
+            for key, value, memory in zip(keys, totals.tolist(), memories, strict=True):
+                self._add(key, value, len(memory))
+
     def add_all(self, keys: Sequence[_Key], byte_positions: Sequence[int], memories: Sequence[memoryview]) -> None:
         """Add many parts, each with a key, a position and bytes as for `add`; small ones are summed together."""
         position, nbytes = (
@@ -241,7 +261,7 @@ class Fingerprints(Generic[_Key]):
         flat = data.detach().reshape(-1)
         whole = Box.whole(shape)
         for run in overlap(region, Region(box=whole, start=0, stop=whole.numel)):
-            for first, second, numel, _ in run.each():
+            for first, second, numel, *_ in run.each():
                 self.add(key, second * flat.element_size(), flat[first : first + numel])
 
 
@@ -264,6 +284,12 @@ class FingerprintTarget:
             there = torch.frombuffer(data, dtype=torch.uint8).to(self._device)
             self._sums.add_elsewhere(self._key, position, there)
 
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        size = strides.numel * dtype.itemsize
+        rows = [data[at : at + size] for at in range(0, len(data), size)]
+        first, spreads = element_offset + strides.step * numpy.arange(len(rows)), numpy.full(len(rows), strides.spread)
+        self._sums.add_spread([self._key] * len(rows), rows, first, spreads, dtype.itemsize)
+
     def zero(self, element_offset: int, numel: int) -> None:
         """Nothing: zeros add nothing."""
 
@@ -273,6 +299,18 @@ def fingerprint_of(data: Bytes | torch.Tensor) -> Fingerprint:
     key, sums = TensorKey(name="", kind=""), Fingerprints[TensorKey]()
     sums.add(key, 0, data)
     return sums[key]
+
+
+def _sums_of_elements(byte: _Wide, data: memoryview, itemsize: int) -> _Wide:
+    """Return what each element of `data` adds to a sum, modulo 2**64; it begins at this byte of its tensor."""
+    if itemsize < 4:
+        small = numpy.frombuffer(data, f"<u{itemsize}").astype(numpy.uint32) << (8 * (byte % 4)).astype(numpy.uint32)
+        words = small.view(numpy.int32).reshape(-1, 1)
+    else:
+        words = numpy.frombuffer(data, "<i4").reshape(-1, itemsize // 4)
+    block, inside = numpy.divmod(byte[:, None] // 4 + numpy.arange(words.shape[1]), BLOCK_WORDS)
+    sums: _Wide = (words * word_factors()[inside] * _factors(block, _FIRST_BLOCK)).sum(axis=1)
+    return sums
 
 
 def _sum_on_host(byte_position: int, data: memoryview, wide: _Wide) -> int:
@@ -334,8 +372,8 @@ class _Spans(NamedTuple):
     """Bytes of a file that are elements of tensors, in their order.
 
     The rows of the table: first byte, the one behind the last, numbers of tensor and buffer, and of the first element;
-    the place in that buffer where they are wanted, the first element's and how many. Tied tensors share bytes, so spans
-    may overlap; `reach` is how far those up to each reach.
+    the place in that buffer where they are wanted, the first element's and how many; and how many elements they lie
+    apart in the tensor. Tied tensors share bytes, so spans may overlap; `reach` is how far those up to each reach.
     """
 
     table: _Wide
@@ -345,7 +383,7 @@ class _Spans(NamedTuple):
 class _Parts(NamedTuple):
     """Bytes of copies that are elements of tensors: of copy number `copy` the bytes [start, stop).
 
-    They are of the tensor `key`, at `position` of its bytes, both as numbers.
+    They are of the tensor `key`, at `position` of its bytes, both as numbers, and lie `spread` elements apart there.
     """
 
     copy: list[int]
@@ -353,6 +391,7 @@ class _Parts(NamedTuple):
     stop: list[int]
     key: list[int]
     position: list[int]
+    spread: list[int]
 
 
 class Witness:
@@ -365,7 +404,7 @@ class Witness:
     def __init__(self, source: Index, wanted: Sequence[Match], rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
         keys, buffers, paths = Numbers[TensorKey](), Numbers[str](), Numbers[str]()
-        tables = [numpy.empty((8, 0), dtype=numpy.int64)]
+        tables = [numpy.empty((9, 0), dtype=numpy.int64)]
         for match in wanted:
             spans = _spans_alike if match.cuts is not None else _spans_of_boxes
             tables.append(spans(source, match, rank, (paths, keys, buffers)))
@@ -392,11 +431,21 @@ class Witness:
         memories = [
             seen[of][start:stop] for of, start, stop in zip(parts.copy, starts.tolist(), stops.tolist(), strict=True)
         ]
-        self.sums.add_all([self._keys[key] for key in parts.key], parts.position, memories)
+        keys, positions = [self._keys[key] for key in parts.key], parts.position
+        if max(parts.spread, default=1) > 1:
+            spreads, elements = numpy.array(parts.spread), numpy.array(positions) // into_sizes
+            for size in set(into_sizes[spreads > 1].tolist()):
+                which = numpy.flatnonzero((spreads > 1) & (into_sizes == size)).tolist()
+                those = [keys[at] for at in which], [memories[at] for at in which]
+                self.sums.add_spread(*those, elements[which], spreads[which], size)
+            which = numpy.flatnonzero(spreads == 1).tolist()
+            keys, positions = [keys[at] for at in which], [positions[at] for at in which]
+            memories = [memories[at] for at in which]
+        self.sums.add_all(keys, positions, memories)
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         """The same for copies whose bytes are tensors on a device, by operations of that device."""
-        for number, start, stop, key, position in zip(*self._parts(Copies.of(copies)), strict=True):
+        for number, start, stop, key, position, _ in zip(*self._parts(Copies.of(copies)), strict=True):
             copy, part = copies[number], tensors[number][start:stop]
             cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
             self.sums.add(self._keys[key], position, cast)
@@ -416,7 +465,7 @@ class Witness:
 
     def _parts(self, copies: Copies) -> _Parts:
         """What copies hold bytes of; those of one record, or of several."""
-        table, parts = copies.table, _Parts([], [], [], [], [])
+        table, parts = copies.table, _Parts([], [], [], [], [], [])
         buffers, sizes = self._named(copies)
         itemsizes, into = sizes[:, table[TYPES]]
         for record in dict.fromkeys(table[RECORD].tolist()):
@@ -431,14 +480,14 @@ class Witness:
             which = numpy.repeat(numpy.arange(len(of)), many)
             span = numpy.arange(len(which)) + (first - numpy.cumsum(many) + many)[which]
             of, begin, end, size = of[which], begin[which], end[which], size[which]
-            known_start, known_stop, key, buffer, element, element_offset, room = spans.table[:, span]
+            known_start, known_stop, key, buffer, element, element_offset, room, spread = spans.table[:, span]
             start, stop = numpy.maximum(known_start, begin), numpy.minimum(known_stop, end)
-            place = table[ELEMENT_OFFSET, of] + (start - begin) // size - element_offset
+            place = table[ELEMENT_OFFSET, of] + (start - begin) // size * table[SPREAD, of] - element_offset
             held = (start < stop) & (buffers[table[BUFFER, of]] == buffer) & (place >= 0) & (place < room)
             # Between two elements of a tensor is nothing that it holds.
             held &= ((start - begin) % size == 0) & ((start - known_start) % size == 0)
-            position = (element + (start - known_start) // size) * into[of]
-            found = (of, start - begin, stop - begin, key, position)
+            position = (element + (start - known_start) // size * spread) * into[of]
+            found = (of, start - begin, stop - begin, key, position, spread)
             for known, column in zip(parts, found, strict=True):
                 known += column[held].tolist()
         return parts
@@ -465,8 +514,8 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide
     """Where files hold what a rank wants of tensors that lie in one box: numbers of paths, then columns of spans."""
     held = match.pieces_of(rank)
     pieces, origin = match.locate(held)
-    places, numbers = match.extents(pieces, origin)
-    extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in places]
+    held_in, numbers = match.extents(pieces, origin)
+    extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in held_in]
     paths, keys, buffers = named
     found = [(paths[one.path], one.byte_offset, one.dtype.itemsize) if one else (-1, 0, 1) for one in extents]
     path, offset, itemsize = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T[:, numbers]
@@ -477,8 +526,8 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide
     begin, numel = offset + pieces.element_offset * itemsize, pieces.stop - pieces.start
     rooms = held.element_offset, held.stop - held.start
     key, buffer = names[:, which]
-    columns = (path, begin, begin + numel * itemsize, key, buffer, pieces.start, *(one[pieces.member] for one in rooms))
-    table: _Wide = numpy.stack(columns)[:, path >= 0]
+    places = pieces.start, *(one[pieces.member] for one in rooms), numpy.ones_like(numel)
+    table: _Wide = numpy.stack((path, begin, begin + numel * itemsize, key, buffer, *places))[:, path >= 0]
     return table
 
 
@@ -494,12 +543,12 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
             if extent is None:
                 continue
             itemsize = extent.dtype.itemsize
-            for run in overlap(part.region(piece), whole):
-                for first, element, numel, _ in run.each():
+            for run in overlap(whole, part.region(piece)):
+                for element, first, numel, _, spread in run.each():
                     begin = extent.byte_offset + (piece.element_offset + first) * itemsize
                     end = begin + numel * itemsize
-                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, wanted.numel))
-    table: _Wide = numpy.array(found, dtype=numpy.int64).reshape(-1, 8).T
+                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, wanted.numel, spread))
+    table: _Wide = numpy.array(found, dtype=numpy.int64).reshape(-1, 9).T
     return table
 
 

@@ -18,6 +18,18 @@ Saw: TypeAlias = "Callable[[Sequence[Copy], Sequence[memoryview]], None]"
 """Takes copies that were read, and the bytes of each."""
 
 
+class Strides(NamedTuple):
+    """How rows of `numel` elements lie in a buffer: `step` elements apart, their elements `spread` elements apart."""
+
+    numel: int
+    step: int
+    spread: int
+
+    def reach(self, numel: int) -> int:
+        """Return the number of elements of the buffer from the first to the last of `numel` elements."""
+        return (numel // self.numel - 1) * self.step + (self.numel - 1) * self.spread + 1
+
+
 class Target(Protocol):
     """A flat buffer of the rank that bytes are moved into; offsets and lengths count elements."""
 
@@ -27,6 +39,9 @@ class Target(Protocol):
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
         """Write elements of `dtype`, cast to the buffer's own type as torch casts."""
+
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        """Write rows of elements that lie apart in the buffer, as `store` writes those that lie together."""
 
     def zero(self, element_offset: int, numel: int) -> None:
         """Write zeros."""

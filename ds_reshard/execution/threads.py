@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy
@@ -19,7 +20,7 @@ from ds_reshard.containers.positioned import Opened, close, opened, read_into
 from ds_reshard.containers.ranges import AT_ONCE
 from ds_reshard.containers.remote import CHANGED, changed, is_url
 from ds_reshard.errors import CheckpointDamaged, Fault
-from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Target, ended_early, read_failed
+from ds_reshard.execution.interfaces import Outcome, Saw, Slice, Strides, Target, ended_early, read_failed
 from ds_reshard.model.index import Record
 from ds_reshard.model.records import ElementType
 from ds_reshard.planning.copies import (
@@ -31,6 +32,7 @@ from ds_reshard.planning.copies import (
     RECORD,
     ROW_BYTES,
     ROWS,
+    SPREAD,
     TYPES,
     Copies,
     Copy,
@@ -140,7 +142,9 @@ class ThreadExecutor:
             rows = copies.take(by_rows).planes_apart()
             yield [part for copy in rows for part in copy.row_parts(self.chunk_nbytes)]
             copies = copies.take(~by_rows)
-        yield from self._runs(copies, remote=remote)
+        spread = copies.table[SPREAD] > 1
+        yield from self._runs(copies.take(~spread), remote=remote)
+        yield from self._runs(copies.take(spread), remote=remote)
         if self.checksum and plan.checks:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
@@ -151,7 +155,7 @@ class ThreadExecutor:
         """
         table, several = copies.table, len(copies.types)
         nbytes = table[NUMEL] * copies.itemsizes
-        rows: NDArray[numpy.bool_] = table[ROWS] > 1
+        rows: NDArray[numpy.bool_] = (table[ROWS] > 1) & (table[SPREAD] == 1)
         rows &= (nbytes <= self.chunk_nbytes) & ((table[ROW_BYTES] != nbytes) | (nbytes < _LARGE_ROW_NBYTES))
         pairs, which = numpy.unique(table[BUFFER] * several + table[TYPES], return_inverse=True)
         in_place = [
@@ -242,6 +246,8 @@ class _Work:
                 file = self.files.acquire(path)
                 if isinstance(batch, Copy):
                     self._move_rows(batch, file)
+                elif batch.copies is not None and batch.copies.any_spread:
+                    self._move_spread(batch, batch.copies, file)
                 else:
                     self._move(batch, file)
             except OSError as error:
@@ -258,6 +264,26 @@ class _Work:
             self.executor.saw(batch.copies, views)
         for target, element_offset, view, dtype in staged:
             target.store(element_offset, view, dtype)
+        self._note(batch.record, batch.nbytes, slices)
+
+    def _move_spread(self, batch: _Batch, copies: Copies, fd: Opened) -> None:
+        """Read copies that are spread in their targets into scratch memory, together, and scatter them from there."""
+        table, nbytes = copies.table, copies.nbytes_each()
+        stops = numpy.cumsum(nbytes)
+        apart = numpy.append(True, table[BYTE_OFFSET, 1:] != (table[BYTE_OFFSET] + nbytes)[:-1])
+        memory, edges = self._scratch_memory(), [0, *stops.tolist()]
+        offsets = table[BYTE_OFFSET, apart].tolist()
+        views = [memory[a:b] for a, b in pairwise([*(stops - nbytes)[apart].tolist(), edges[-1]])]
+        if not self._read(fd, offsets, views, batch):
+            return
+        slices = list(_slices(batch.record, offsets, views)) if self.executor.checksum else []
+        if self.executor.saw is not None:
+            self.executor.saw(copies, [memory[a:b] for a, b in pairwise(edges)])
+        columns = table[[BUFFER, TYPES, NUMEL, SPREAD, ELEMENT_OFFSET]].T.tolist()
+        for first, last, step in _alike(columns):
+            buffer, types, numel, spread, element_offset = columns[first]
+            data, strides = memory[edges[first] : edges[last]], Strides(numel, step, spread)
+            self.targets[copies.buffers[buffer]].scatter(element_offset, data, copies.types[types][0], strides)
         self._note(batch.record, batch.nbytes, slices)
 
     def _note(self, record: Record, nbytes: int, slices: Iterable[Slice]) -> None:
@@ -365,6 +391,20 @@ def _strided(memory: memoryview, times: int, nbytes: int, step: int) -> NDArray[
     """Return rows of `nbytes` bytes, `step` bytes apart, as an array of shape (times, nbytes)."""
     flat = numpy.frombuffer(memory, dtype=numpy.uint8)
     return numpy.lib.stride_tricks.as_strided(flat, (times, nbytes), (step, 1))
+
+
+def _alike(rows: Sequence[Sequence[int]]) -> Iterator[tuple[int, int, int]]:
+    """Yield ranges of rows that are equal but for their last number, which grows by equal steps, with the step."""
+    first = 0
+    while first < len(rows):
+        last, step = first + 1, 0
+        while last < len(rows) and rows[last][:-1] == rows[first][:-1]:
+            between = rows[last][-1] - rows[last - 1][-1]
+            if between <= 0 or between != (step or between):
+                break
+            last, step = last + 1, between
+        yield first, last, step
+        first = last
 
 
 def _slices(record: Record, offsets: Sequence[int], views: Sequence[memoryview]) -> Iterator[Slice]:

@@ -448,7 +448,9 @@ def records_of(index: Index) -> set[Record]:
 def checksums(index: Index, key: TensorKey) -> object:
     """Return a value that is equal for two tensors if their checksums prove equal bytes; it is unique if none do."""
     placement, extents = index.layout[key], _extents(index, key)
-    if not extents or any(extent.record.crc32 is None or extent.nbytes != extent.record.nbytes for extent in extents):
+    transposed = any(part.axes for part in placement.parts)
+    unknown = any(extent.record.crc32 is None or extent.nbytes != extent.record.nbytes for extent in extents)
+    if not extents or unknown or transposed:
         return index.layout, key  # of a replica the layout is another
     return placement.shape, placement.dtype, tuple((extent.numel, extent.record.crc32) for extent in extents)
 

@@ -175,8 +175,8 @@ class Index:
     def locate(self, key: TensorKey, wanted: Region) -> Iterator[tuple[int, Extent]]:
         """Yield the bytes that hold elements of `wanted`, each with the offset of its first element in `wanted`."""
         for _, extent, run in self.runs(key, wanted):
-            for at, inside, numel, _ in run.each():
-                yield at, extent.part(inside, numel)
+            for one in run.each():
+                yield one.first_offset, extent.part(one.second_offset, one.numel)
 
     def _uncovered(self, placement: Placement, found: str) -> None:
         """Add the fault of a tensor whose elements do not lie in exactly one file each."""
@@ -200,6 +200,8 @@ def _first_in(box: Box, part: Placement) -> int | None:
 
     None unless both are contiguous in the whole tensor: otherwise they may share several runs.
     """
+    if part.axes:
+        return None
     if part.box == box:
         return 0
     if any(at + size > end for at, size, end in zip(box.offset, box.size, part.shape, strict=True)):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.records import ElementType
-from ds_reshard.model.region import Box, Part, Region
+from ds_reshard.model.region import Axis, Box, Part, Region
 
 
 class TensorKey(NamedTuple):
@@ -110,6 +110,8 @@ class Placement(NamedTuple):
     tensor, and `cut` is not used; `family` and `buffer` are those of the first tile.
 
     `replicas` of a saved tensor are only read to be compared with it; no plan reads them.
+
+    A box is row-major, or has the axes `axes`, the outermost first, if a map transposes a saved tensor.
     """
 
     key: TensorKey
@@ -122,6 +124,7 @@ class Placement(NamedTuple):
     replicated: bool = False
     tiles: tuple[Placement, ...] = ()
     replicas: tuple[Replica, ...] = ()
+    axes: tuple[Axis, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -144,7 +147,7 @@ class Placement(NamedTuple):
                 yield part.region(piece), piece.element_offset
 
     def region(self, piece: Piece) -> Region:
-        return Region(box=self.box, start=piece.start, stop=piece.stop)
+        return Region(box=self.box, start=piece.start, stop=piece.stop, axes=self.axes)
 
     def renamed(self, key: TensorKey) -> Placement:
         """Return the placement of the same elements as the tensor `key`, without replicas."""

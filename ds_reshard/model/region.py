@@ -53,17 +53,27 @@ class Box:
         return cls.along(shape, dim, first, stop - first)
 
 
+class Axis(NamedTuple):
+    """An axis along which a box is stored: `size` indices, `step` rows apart along dimension `dim` of the box."""
+
+    dim: int
+    size: int
+    step: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Region:
-    """Elements [start, stop) of `box` in row-major order; the box is in the whole tensor's coordinates.
+    """Elements [start, stop) of `box` in storage order; the box is in the whole tensor's coordinates.
 
     A ZeRO partition is a span of the whole tensor's box; a tensor-parallel shard is its own box with the
-    full span. Storage of a region is contiguous: element `start` comes first.
+    full span. Storage of a region is contiguous: element `start` comes first. It is row-major, or has the axes
+    `axes`, the outermost first, if a map transposes the tensor.
     """
 
     box: Box
     start: int
     stop: int
+    axes: tuple[Axis, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop <= self.box.numel:
@@ -96,13 +106,15 @@ class Rows(NamedTuple):
 class Run(NamedTuple):
     """`numel` elements that lie together in two regions; the offsets count from the first element of each region.
 
-    With `rows` (at most two, the outer ones first) there are `numel` elements in each row.
+    With `rows` (at most two, the outer ones first) there are `numel` elements in each row. Of a transposed tensor the
+    elements of a row lie together in the second region, and `spread` elements apart in the first.
     """
 
     first_offset: int
     second_offset: int
     numel: int
     rows: tuple[Rows, ...] = ()
+    spread: int = 1
 
     @property
     def total(self) -> int:
@@ -117,7 +129,7 @@ class Run(NamedTuple):
         (times, first, second), rows = self.rows[0], self.rows[1:]
         for number in range(times):
             yield from Run(
-                self.first_offset + number * first, self.second_offset + number * second, self.numel, rows
+                self.first_offset + number * first, self.second_offset + number * second, self.numel, rows, self.spread
             ).each()
 
 
@@ -127,8 +139,12 @@ def overlap(first: Region, second: Region) -> Iterator[Run]:
     Regions of one box, or of boxes that differ only along the first axis, overlap in at most one run, found in constant
     time. Other regions are cut into boxes (at most 2 * ndim - 1 each), which are intersected. Two boxes share one run
     with rows, a row being the elements that lie together in both; they share several if they differ along more than
-    three axes. Runs that follow each other in both storages are joined.
+    three axes. Runs that follow each other in both storages are joined. Only the second region may have `axes`.
     """
+    assert not first.axes
+    if second.axes:
+        yield from sorted(_transposed(first, second))
+        return
     if first.box.offset[1:] == second.box.offset[1:] and first.box.size[1:] == second.box.size[1:]:
         row = prod(first.box.size[1:])
         first_begin, second_begin = (sum(region.box.offset[:1]) * row + region.start for region in (first, second))
@@ -204,11 +220,11 @@ def regions_of(shape: Shape, parts: Sequence[Part], start: int, stop: int) -> It
 
 def boxes(region: Region) -> Iterator[Box]:
     """Cut a region into at most 2 * ndim - 1 boxes, in storage order, each contiguous in storage."""
-    for offset, size in _cut(region.box.size, region.start, region.stop):
+    for offset, size in cut_span(region.box.size, region.start, region.stop):
         yield Box(offset=tuple(a + b for a, b in zip(region.box.offset, offset, strict=True)), size=size)
 
 
-def _cut(size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
+def cut_span(size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut elements [start, stop) of an array into boxes, as (offset, size), in storage order."""
     if start >= stop:
         return
@@ -234,7 +250,7 @@ def _cut(size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
 
 
 def _nested(index: int, size: Shape, start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
-    for offset, extent in _cut(size, start, stop):
+    for offset, extent in cut_span(size, start, stop):
         yield (index, *offset), (1, *extent)
 
 
@@ -262,6 +278,52 @@ def _different_boxes(first: Region, second: Region) -> Iterator[Run]:
                     if b - a > 1
                 ],
             )
+
+
+def _transposed(first: Region, second: Region) -> Iterator[Run]:
+    """Yield the runs that a region shares with one that has axes, in no order.
+
+    Both are cut into ranges of indices along the axes. Two of these share elements at equal distances in both storages.
+    """
+    sizes = tuple(axis.size for axis in second.axes)
+    row_steps = [prod(first.box.size[dim + 1 :]) for dim in range(len(first.box.size))]
+    steps = [axis.step * row_steps[axis.dim] for axis in second.axes]
+    stored_steps = [prod(sizes[number + 1 :]) for number in range(len(sizes))]
+    begin = sum((b - a) * step for a, b, step in zip(first.box.offset, second.box.offset, row_steps, strict=True))
+    stored = [_ranges(*held) for held in cut_span(sizes, second.start, second.stop)]
+    for wanted, held in product(_indices(first, second), stored):
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held, strict=True)]
+        if any(a >= b for a, b in both):
+            continue
+        axes = zip(both, steps, stored_steps, strict=True)
+        rows = [Rows(b - a, step, stored_step) for (a, b), step, stored_step in axes if b - a > 1]
+        last = rows.pop() if rows and rows[-1].second_step == 1 else Rows(1, 1, 1)
+        while rows and rows[-1][1:] == (last.times * last.first_step, last.times):
+            last = last._replace(times=rows.pop().times * last.times)
+        run = Run(
+            first_offset=begin - first.start + sum(a * step for (a, _), step in zip(both, steps, strict=True)),
+            second_offset=sum(a * step for (a, _), step in zip(both, stored_steps, strict=True)) - second.start,
+            numel=last.times,
+            spread=last.first_step,
+        )
+        yield from _in_rows(run, rows)
+
+
+def _indices(first: Region, second: Region) -> Iterator[list[tuple[int, int]]]:
+    """Yield the indices that `first` has along the axes of `second`: a half-open range for each axis, box by box."""
+    axes = second.axes
+    order = sorted(range(len(axes)), key=lambda number: (axes[number].dim, -axes[number].step))
+    sizes = [tuple(axes[n].size for n in order if axes[n].dim == dim) for dim in range(len(first.box.size))]
+    for box in boxes(first):
+        ends = zip(box.offset, box.size, second.box.offset, second.box.size, strict=True)
+        inside = [(max(0, a - b), min(a + size - b, most)) for a, size, b, most in ends]
+        for cut in product(*(cut_span(of_dim, *part) for of_dim, part in zip(sizes, inside, strict=True))):
+            ranges = [one for held in cut for one in _ranges(*held)]
+            yield [one for _, one in sorted(zip(order, ranges, strict=True))]
+
+
+def _ranges(offset: Shape, size: Shape) -> list[tuple[int, int]]:
+    return [(a, a + b) for a, b in zip(offset, size, strict=True)]
 
 
 def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:

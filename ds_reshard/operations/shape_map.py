@@ -22,7 +22,7 @@ from ds_reshard.model.index import ZEROS
 from ds_reshard.model.layout import Cut, Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Shape
-from ds_reshard.model.views import Part, Span, evaluate, parse_view, part_of, show, tiles_of, whole_shape
+from ds_reshard.model.views import Part, evaluate, parse_view, part_of, show, tiles_of, whole_shape
 
 _PLACE = re.compile(r"\{([^{}]+)\}")
 _WORD = re.compile(r"[A-Za-z_]\w*")
@@ -519,7 +519,7 @@ class _Application:
                 if part is None or placement is None:
                     continue
                 origin = self._origin(name or f"{equation.whole} (padding {number})", tensor.origin.kind)
-                tiles = [*tiles_of(placement, origin, part.shape, (part.lead, part.part_lead), part.spans)]
+                tiles = [*tiles_of(placement, origin, part.shape, part)]
                 if name is not None:
                     self._members[name] = (equation.whole,)
                     self._place(name, kind, tensor, part.shape, tiles)
@@ -557,9 +557,7 @@ class _Application:
                 else:
                     placement = self._zeros(origin, tensor.dtype, part.shape)
                 if placement is not None:
-                    spans = [Span(whole=one, part=whole, rows=rows) for whole, one, rows in part.spans]
-                    leads = (part.part_lead, part.lead)
-                    tiles += tiles_of(placement, origin, equation.shape, leads, spans)
+                    tiles += tiles_of(placement, origin, equation.shape, part, joins=True)
             self._place(equation.whole, kind, tensor, equation.shape, tiles)
 
     def _zeros(self, key: TensorKey, dtype: ElementType, shape: Shape) -> Placement:

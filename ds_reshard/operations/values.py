@@ -18,11 +18,11 @@ from ds_reshard.model.checkpoint import Checkpoint
 from ds_reshard.model.index import Extent, Index, extent_of
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType, TensorRecord
-from ds_reshard.model.region import Box, Region
+from ds_reshard.model.region import Box, Region, Run
 from ds_reshard.operations.archives import read_records
 from ds_reshard.operations.options import Reading
 from ds_reshard.planning.copies import Copy, coalesce
-from ds_reshard.planning.plan import Plan
+from ds_reshard.planning.plan import Plan, copy_of
 
 # Small enough that values are still in a cache when they are looked at.
 _UNIT_NBYTES = 16 << 20
@@ -31,14 +31,14 @@ _ALIGNMENT = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One tensor that can be read in spans; `locate(start, stop)` yields offsets in the span and where its bytes are.
+    """One tensor that can be read in spans; `locate(start, stop)` yields runs of a span and the buffers they are in.
 
     `identity` is equal for two columns of the same bytes.
     """
 
     dtype: ElementType
     shape: tuple[int, ...]
-    locate: Callable[[int, int], Iterator[tuple[int, Extent]]]
+    locate: Callable[[int, int], Iterator[tuple[Extent, Run]]]
     identity: object
 
     @property
@@ -55,8 +55,9 @@ def logical(index: Index, key: TensorKey) -> Column:
     placement = index.layout[key]
     box = Box.whole(placement.shape)
 
-    def locate(start: int, stop: int) -> Iterator[tuple[int, Extent]]:
-        yield from index.locate(key, Region(box=box, start=start, stop=stop))
+    def locate(start: int, stop: int) -> Iterator[tuple[Extent, Run]]:
+        for _, extent, run in index.runs(key, Region(box=box, start=start, stop=stop)):
+            yield extent, run
         raise_faults(index.faults, subject="reading tensors")
 
     identity: object = key
@@ -69,9 +70,8 @@ def stored(tensor: TensorRecord) -> Column:
     """A row-major tensor of one file, which no layout names."""
     extent = extent_of(tensor)
 
-    def locate(start: int, stop: int) -> Iterator[tuple[int, Extent]]:
-        byte_offset = extent.byte_offset + start * extent.dtype.itemsize
-        yield 0, Extent(record=extent.record, byte_offset=byte_offset, dtype=extent.dtype, numel=stop - start)
+    def locate(start: int, stop: int) -> Iterator[tuple[Extent, Run]]:
+        yield extent, Run(0, start, stop - start)
 
     return Column(dtype=tensor.dtype, shape=tensor.shape, locate=locate, identity=(extent, tensor.shape))
 
@@ -121,7 +121,8 @@ def read_spans(
                 values.append(memory[used : used + nbytes].view(torch_dtype(column.dtype)))
                 used += _aligned(nbytes)
                 targets[buffer] = TensorTarget(values[-1])
-                copies += _copies(column, start, stop, buffer)
+                for extent, run in column.locate(start, stop):
+                    copies.append(copy_of(extent, run, buffer, 0, column.dtype))
             spans.append(Span(row=row, start=start, stop=stop, values=tuple(values)))
         outcome = executor.execute(Plan(copies=coalesce(copies)), targets)
         ledger.add(outcome)
@@ -151,19 +152,6 @@ def _units(rows: Sequence[tuple[Column, ...]], unit_nbytes: int) -> Iterator[lis
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _copies(column: Column, start: int, stop: int, buffer: str) -> Iterator[Copy]:
-    for at, extent in column.locate(start, stop):
-        yield Copy(
-            record=extent.record,
-            byte_offset=extent.byte_offset,
-            numel=extent.numel,
-            dtype=extent.dtype,
-            buffer=buffer,
-            element_offset=at,
-            target_dtype=column.dtype,
-        )
 
 
 def largest_values(index: Index, keys: Sequence[TensorKey], reading: Reading) -> dict[TensorKey, float]:

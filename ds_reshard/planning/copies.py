@@ -26,7 +26,8 @@ class Copy(NamedTuple):
 
     `byte_offset` counts from the start of the file, `element_offset` from the start of the buffer. Elements are cast
     as torch casts if their types differ. There are at most two `rows`, the outer ones first; their first step counts
-    elements in the file, the second in the buffer.
+    elements in the file, the second in the buffer. The elements of a row lie together in the file, and `spread`
+    elements apart in the buffer: 1 unless a map transposes the tensor.
     """
 
     record: Record
@@ -37,6 +38,7 @@ class Copy(NamedTuple):
     element_offset: int
     target_dtype: ElementType
     rows: tuple[Rows, ...] = ()
+    spread: int = 1
 
     @property
     def path(self) -> str:
@@ -53,7 +55,7 @@ class Copy(NamedTuple):
             return self
         return self._replace(
             byte_offset=self.byte_offset + first * self.dtype.itemsize,
-            element_offset=self.element_offset + first,
+            element_offset=self.element_offset + first * self.spread,
             numel=numel,
         )
 
@@ -92,8 +94,8 @@ class Copy(NamedTuple):
 BETWEEN_NBYTES = 16 << 10
 """Bytes that nobody wants are read along with those around them if a system call of its own would cost more."""
 RECORD, BYTE_OFFSET, NUMEL, TYPES, BUFFER, ELEMENT_OFFSET = range(6)
-ROWS, ROW_BYTES, ROW_ELEMENTS, PLANES, PLANE_BYTES, PLANE_ELEMENTS = range(6, 12)
-_WIDTH = 12
+ROWS, ROW_BYTES, ROW_ELEMENTS, PLANES, PLANE_BYTES, PLANE_ELEMENTS, SPREAD = range(6, 13)
+_WIDTH = 13
 _PORTION = 1 << 16
 """The number of entries that are made into objects, or expanded into runs, at once."""
 
@@ -132,6 +134,7 @@ class Copies(Sequence[Copy]):
                 copy.element_offset,
                 *_steps(copy.rows[-1:], copy.dtype.itemsize),
                 *_steps(copy.rows[:-1], copy.dtype.itemsize),
+                copy.spread,
             )
             for copy in copies
         ]
@@ -157,14 +160,22 @@ class Copies(Sequence[Copy]):
 
     def _copy(self, row: Sequence[int]) -> Copy:
         """Return an entry of the table as an object; its steps are (count, bytes, elements) of rows, then of planes."""
-        record, byte_offset, numel, types, buffer, element_offset, *steps = row
+        record, byte_offset, numel, types, buffer, element_offset, *steps, spread = row
         dtype, target_dtype = self.types[types]
         rows: tuple[Rows, ...] = ()
         if steps[0] > 1 or steps[3] > 1:
             both = (Rows(times, nbytes // dtype.itemsize, numel) for times, nbytes, numel in (steps[3:], steps[:3]))
             rows = tuple(each for each in both if each.times > 1)
         return Copy(
-            self.records[record], byte_offset, numel, dtype, self.buffers[buffer], element_offset, target_dtype, rows
+            self.records[record],
+            byte_offset,
+            numel,
+            dtype,
+            self.buffers[buffer],
+            element_offset,
+            target_dtype,
+            rows,
+            spread,
         )
 
     def __eq__(self, other: object) -> bool:
@@ -220,6 +231,11 @@ class Copies(Sequence[Copy]):
         return by_path
 
     @property
+    def any_spread(self) -> bool:
+        """True if the elements of a copy lie apart in the buffer."""
+        return int(self.table[SPREAD].max(initial=1)) > 1
+
+    @property
     def number_of_runs(self) -> int:
         return total(self.table[ROWS] * self.table[PLANES])
 
@@ -266,12 +282,12 @@ class Copies(Sequence[Copy]):
         """Return the half-open range of elements that copies into one buffer fill."""
         table = self.table
         steps = (table[ROWS] - 1) * table[ROW_ELEMENTS] + (table[PLANES] - 1) * table[PLANE_ELEMENTS]
-        return int(table[ELEMENT_OFFSET].min()), int((table[ELEMENT_OFFSET] + steps + table[NUMEL]).max())
+        return int(table[ELEMENT_OFFSET].min()), int((table[ELEMENT_OFFSET] + steps + _reach(table)).max())
 
     def clip(self, start: int, stop: int) -> Copies:
         """Return the parts that fill elements [start, stop) of the one buffer of all copies, which are in its order."""
         table = self.table
-        if not len(self) or int((table[ROWS] * table[PLANES]).max()) > 1:
+        if not len(self) or int((table[ROWS] * table[PLANES] * table[SPREAD]).max()) > 1:
             return self._rows_within(start, stop)
         last = int(numpy.searchsorted(table[ELEMENT_OFFSET], stop))
         first = max(0, int(numpy.searchsorted(table[ELEMENT_OFFSET], start, side="right")) - 1)
@@ -281,17 +297,17 @@ class Copies(Sequence[Copy]):
     def _clipped(self, start: int, stop: int) -> Copies:
         """Clip copies without rows to elements [start, stop) of their buffer."""
         clipped = self.table.copy()
-        begin = numpy.maximum(clipped[ELEMENT_OFFSET], start)
-        skipped = begin - clipped[ELEMENT_OFFSET]
-        clipped[NUMEL] = numpy.minimum(clipped[ELEMENT_OFFSET] + clipped[NUMEL], stop) - begin
-        clipped[ELEMENT_OFFSET] = begin
+        offset, spread = self.table[ELEMENT_OFFSET], self.table[SPREAD]
+        skipped = numpy.maximum(0, -((offset - start) // spread))
+        clipped[NUMEL] = numpy.minimum(clipped[NUMEL], -((offset - stop) // spread)) - skipped
+        clipped[ELEMENT_OFFSET] += skipped * spread
         clipped[BYTE_OFFSET] += skipped * self.itemsizes
         return Copies(clipped[:, clipped[NUMEL] > 0], self.records, self.buffers, self.types)
 
     def _rows_within(self, start: int, stop: int) -> Copies:
         """Clip copies with rows, whose steps are positive: keep the rows inside, and cut the rows at both edges."""
         table = self.planes_apart().table
-        numel, step, offset = table[NUMEL], numpy.maximum(1, table[ROW_ELEMENTS]), table[ELEMENT_OFFSET]
+        numel, step, offset = _reach(table), numpy.maximum(1, table[ROW_ELEMENTS]), table[ELEMENT_OFFSET]
         # The range of rows that overlap [start, stop), and of rows that lie inside it.
         overlapping = numpy.clip(-((offset + numel - 1 - start) // step), 0, None), -((offset - stop) // step)
         inside = numpy.clip(-((offset - start) // step), 0, None), (stop - numel - offset) // step + 1
@@ -317,7 +333,7 @@ class Copies(Sequence[Copy]):
         expanded = self.table[:, copy_number]
         expanded[BYTE_OFFSET] += plane * expanded[PLANE_BYTES]
         expanded[ELEMENT_OFFSET] += plane * expanded[PLANE_ELEMENTS]
-        expanded[PLANES:] = numpy.array(_ALONE, dtype=numpy.int64)[:, None]
+        expanded[PLANES:SPREAD] = numpy.array(_ALONE, dtype=numpy.int64)[:, None]
         return Copies(expanded, self.records, self.buffers, self.types)
 
     def in_order(self) -> Copies:
@@ -332,11 +348,12 @@ class Copies(Sequence[Copy]):
         table = self.table
         if len(self) < 2:
             return self
-        same_target = (table[[RECORD, BUFFER, TYPES], 1:] == table[[RECORD, BUFFER, TYPES], :-1]).all(axis=0)
+        alike = [RECORD, BUFFER, TYPES, SPREAD]
+        same_target = (table[alike, 1:] == table[alike, :-1]).all(axis=0)
         single = table[ROWS] * table[PLANES] == 1
         ends = table[BYTE_OFFSET] + table[NUMEL] * self.itemsizes
         continues = same_target & single[1:] & single[:-1] & (table[BYTE_OFFSET][1:] == ends[:-1])
-        continues &= table[ELEMENT_OFFSET][1:] == (table[ELEMENT_OFFSET] + table[NUMEL])[:-1]
+        continues &= table[ELEMENT_OFFSET][1:] == (table[ELEMENT_OFFSET] + table[NUMEL] * table[SPREAD])[:-1]
         first = numpy.flatnonzero(numpy.concatenate(([True], ~continues)))
         numel = numpy.add.reduceat(table[NUMEL], first)
         joined = table[:, first]
@@ -369,7 +386,7 @@ class Copies(Sequence[Copy]):
         expanded = table[:, copy_number]
         expanded[BYTE_OFFSET] += plane * expanded[PLANE_BYTES] + row * expanded[ROW_BYTES]
         expanded[ELEMENT_OFFSET] += plane * expanded[PLANE_ELEMENTS] + row * expanded[ROW_ELEMENTS]
-        expanded[ROWS:] = numpy.array(_ALONE * 2, dtype=numpy.int64)[:, None]
+        expanded[ROWS:SPREAD] = numpy.array(_ALONE * 2, dtype=numpy.int64)[:, None]
         return Copies(expanded, self.records, self.buffers, self.types)
 
     def cut(self, chunk_nbytes: int) -> Copies:
@@ -383,12 +400,18 @@ class Copies(Sequence[Copy]):
         number = numpy.arange(len(copy_number)) - numpy.repeat(numpy.cumsum(pieces) - pieces, pieces)
         pieces_table, offset = table[:, copy_number], number * step[copy_number]
         pieces_table[BYTE_OFFSET] += offset * self.itemsizes[copy_number]
-        pieces_table[ELEMENT_OFFSET] += offset
+        pieces_table[ELEMENT_OFFSET] += offset * table[SPREAD][copy_number]
         pieces_table[NUMEL] = numpy.minimum(step[copy_number], pieces_table[NUMEL] - offset)
         return Copies(pieces_table, self.records, self.buffers, self.types)
 
 
 _ALONE = (1, 0, 0)
+
+
+def _reach(table: Column) -> Column:
+    """Return the number of elements of the buffer from the first one of each row to its last one."""
+    reach: Column = (table[NUMEL] - 1) * table[SPREAD] + 1
+    return reach
 
 
 def _steps(rows: Sequence[Rows], itemsize: int) -> tuple[int, int, int]:

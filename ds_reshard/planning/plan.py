@@ -83,14 +83,23 @@ def copies_of(
 ) -> Iterator[Copy]:
     """Yield the copies of a region of a source tensor into `buffer`, from `element_offset` on."""
     for _, extent, run in source.runs(key, wanted):
-        yield _copy(extent, run, buffer, element_offset, dtype)
+        yield copy_of(extent, run, buffer, element_offset, dtype)
 
 
-def _copy(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: ElementType) -> Copy:
+def copy_of(extent: Extent, run: Run, buffer: str, element_offset: int, dtype: ElementType) -> Copy:
+    """Return the copy of a run of `extent` into `buffer`, where the region of the run begins at `element_offset`."""
     byte_offset = extent.byte_offset + run.second_offset * extent.dtype.itemsize
     rows = tuple(Rows(row.times, row.second_step, row.first_step) for row in run.rows)
     return Copy(
-        extent.record, byte_offset, run.numel, extent.dtype, buffer, element_offset + run.first_offset, dtype, rows
+        extent.record,
+        byte_offset,
+        run.numel,
+        extent.dtype,
+        buffer,
+        element_offset + run.first_offset,
+        dtype,
+        rows,
+        run.spread,
     )
 
 
@@ -202,7 +211,7 @@ def match_tensors(source: Index, target: Layout, wants: Mapping[TensorKey, Tenso
             origin = wants.get(member.key)
             if origin is not None:
                 placement = source.layout[origin]
-                in_same_box = not placement.tiles and (placement.box is member.box or placement.box == member.box)
+                in_same_box = not (placement.tiles or placement.axes) and placement.box == member.box
                 (same_boxes if in_same_box else others).append((number, placement))
         kinds = (same_boxes, others)
         matches += [Match(families[name], pairs, same_boxes=pairs is same_boxes) for pairs in kinds if pairs]
@@ -241,6 +250,7 @@ class _PlanBuilder:
             numbers[match.family.buffer[member]],
             owned.element_offset[pieces.member] + pieces.start - owned.start[pieces.member],
             *(ones, zeros, zeros) * 2,
+            ones,
         )
         self._tables.append(numpy.stack(columns)[:, record >= 0])
 
@@ -257,7 +267,7 @@ class _PlanBuilder:
         for member, origin, region, element_offset in match.each(owned):
             for shard, extent, run in self._source.runs(origin.key, region):
                 self.touched.setdefault(extent.record, set()).add(shard)
-                self._others.append(_copy(extent, run, member.buffer, element_offset, member.dtype))
+                self._others.append(copy_of(extent, run, member.buffer, element_offset, member.dtype))
 
     def copies(self) -> Copies:
         copies = Copies.of(self._others)
@@ -386,7 +396,7 @@ class _Gaps:
         placement = self._target[self._wanted_by[origin.key]]
         if placement.replicated:
             return None
-        if placement.box != origin.box or placement.tiles:
+        if placement.box != origin.box or placement.tiles or origin.axes:
             return 0
         element = start if first else stop - 1
         return next(iter(placement.cut.pieces(element, element + 1))).shard

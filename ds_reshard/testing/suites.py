@@ -20,7 +20,7 @@ from ds_reshard.containers.crc import crc32
 from ds_reshard.errors import Fault, ReshardError
 from ds_reshard.execution.buffers import TensorTarget, element_type, torch_dtype
 from ds_reshard.execution.checksums import combine, partial_sums, settle
-from ds_reshard.execution.interfaces import Executor, Outcome, Target
+from ds_reshard.execution.interfaces import Executor, Outcome, Strides, Target
 from ds_reshard.model.index import Extent, Index, Record
 from ds_reshard.model.layout import TensorKey
 from ds_reshard.model.records import ElementType
@@ -464,9 +464,16 @@ class StoredTarget:
         return None
 
     def store(self, element_offset: int, data: memoryview, dtype: ElementType) -> None:
+        self._keep(data)
+        self._target.store(element_offset, data, dtype)
+
+    def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
+        self._keep(data)
+        self._target.scatter(element_offset, data, dtype, strides)
+
+    def _keep(self, data: memoryview) -> None:
         with self._lock:
             self._given[id(data.obj)] = memoryview(data.obj)
-        self._target.store(element_offset, data, dtype)
 
     def zero(self, element_offset: int, numel: int) -> None:
         self._target.zero(element_offset, numel)

@@ -55,15 +55,16 @@ def converted(source: Path, out: Path, to: str, more: dict[str, Any]) -> Path:
 
 MAP: dict[str, Any] = {
     "sides": ["nanotron", "other"],
-    "numbers": {"g": 2, "q": 2, "d": 2, "h": 6},
+    "numbers": {"g": 2, "q": 2, "d": 2, "h": 6, "a": 2, "b": 3, "c": 8},
     "indices": {"l": 2},
     "same": True,
     "entries": [
         {"nanotron": "blocks.{l}.pp_block.qkv.weight : (g q+1+1 d) h", "other": ["{l}.q", "{l}.k", "{l}.v"]},
+        {"nanotron": "blocks.0.pp_block.out.weight : (a b) c", "other": "out : c (b a)"},
         {"nanotron": ["blocks.0.pp_block.ln.weight", "norm.pp_block.weight"], "other": "norms : 6+7"},
     ],
 }
-"""A tensor that is split and tensors that are joined, in either direction."""
+"""A tensor that is split, one that is transposed, and tensors that are joined, in either direction."""
 
 
 @pytest.fixture(scope="module")

@@ -46,7 +46,7 @@ def lines(layout: Layout) -> list[str]:
     for placement in layout.placements.values():
         what = f"{placement.key.name} {placement.key.kind} {placement.dtype.label} {placement.shape}"
         for part in (*placement.parts, *(part for _, one in placement.replicas for part in one.parts)):
-            box = f"{part.box.offset}+{part.box.size}"
+            box = f"{part.box.offset}+{part.box.size}" + "".join(f" {axis}" for axis in part.axes)
             for shard in range(1 if part.replicated else layout.shards[part.family]):
                 piece = part.piece(shard)
                 if piece is not None:

@@ -39,8 +39,8 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 4107),
-    "execution": (("execution",), 3090),
+    "model, planning": (("model", "planning"), 4245),
+    "execution": (("execution",), 3219),
     "containers": (("containers",), 6447),
     "formats/zero": (("formats/zero",), 7164),
     "other formats": (("formats",), 8870),

@@ -475,7 +475,9 @@ def test_golden_plans(name):
 def told(value):
     """A copy, fill or check, and what it holds, in words of JSON."""
     if hasattr(value, "_asdict"):
-        return {name: told(part) for name, part in value._asdict().items() if part != ()}
+        return {
+            name: told(part) for name, part in value._asdict().items() if part != () and (name, part) != ("spread", 1)
+        }
     return value.label if isinstance(value, ElementType) else value
 
 

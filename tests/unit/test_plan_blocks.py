@@ -74,7 +74,7 @@ class InMemory:
 
     def __init__(self, tensor):
         self._into = TensorTarget(tensor)
-        self.dtype, self.zero = self._into.dtype, self._into.zero
+        self.dtype, self.zero, self.scatter = self._into.dtype, self._into.zero, self._into.scatter
 
     def view(self, element_offset, numel, dtype):
         return None

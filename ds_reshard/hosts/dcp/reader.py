@@ -233,6 +233,7 @@ def _bytes_of(copies: Sequence[Copy]) -> list[tuple[object, ...]]:
             copy.dtype,
             copy.element_offset,
             copy.rows,
+            copy.spread,
         )
         for copy in copies
     ]

@@ -11,7 +11,7 @@ from gathered import same_bits
 
 MAP: dict[str, Any] = {
     "sides": ["fused", "apart"],
-    "numbers": {"layers": 2, "e": 3, "g": 2, "q": 3, "d": 2, "f": 5, "h": 4, "x": 2, "v": 3, "pad": 2},
+    "numbers": {"layers": 2, "e": 3, "g": 2, "q": 3, "d": 2, "f": 5, "h": 4, "x": 2, "v": 3, "pad": 2, "n": 2},
     "indices": {"l": "layers", "e": "e"},
     "entries": [
         {"fused": "layers.{l}.qkv : (g q+1+1 d) h", "apart": ["layers.{l}.q", "layers.{l}.k", "layers.{l}.v"]},
@@ -21,17 +21,19 @@ MAP: dict[str, Any] = {
         {"fused": "layers.{l}.norm_weight", "apart": "layers.{l}.scale"},
         {"fused": "layers.{l}.experts_in : e x+x h", "apart": [f"layers.{{l}}.experts_{{e}}_w{w}" for w in (1, 3)]},
         {"fused": "layers.{l}.experts_out : e h x", "apart": ["layers.{l}.experts_{e}_w2"]},
+        {"fused": "layers.{l}.linear : (n 3 d) h", "apart": "layers.{l}.conv : h (3 n d)"},
         {"fused": "layers.{l}.table : v+pad h", "apart": ["layers.{l}.rows", None]},
     ],
 }  # fmt: skip
 APART = {
     **{"q": (12, 4), "k": (4, 4), "v": (4, 4), "q_bias": (12,), "k_bias": (4,), "v_bias": (4,)},
     **{"gate": (5, 4), "up": (5, 4), "down": (4, 5), "scale": (4,), "rows": (3, 4)},
+    "conv": (4, 12),
     **{f"experts_{e}_w{w}": (4, 2) if w == 2 else (2, 4) for e in range(3) for w in (1, 2, 3)},
 }
 FUSED = {
     **{"qkv": (20, 4), "bias": (20,), "fc1": (10, 4), "fc2": (4, 5), "norm_weight": (4,), "table": (5, 4)},
-    **{"experts_in": (3, 4, 4), "experts_out": (3, 4, 2)},
+    **{"linear": (12, 4), "experts_in": (3, 4, 4), "experts_out": (3, 4, 2)},
 }
 
 
@@ -42,6 +44,7 @@ def apart(fused: dict[str, Any]) -> dict[str, Any]:
         tail = (4,) if not name else ()
         parts = rows[:, :3], rows[:, 3:4], rows[:, 4:]
         found |= {f"{one}{name}": part.reshape(-1, *tail) for one, part in zip("qkv", parts, strict=True)}
+    found["conv"] = fused["linear"].reshape(2, 3, 2, 4).permute(3, 1, 0, 2).reshape(4, 12)
     found["gate"], found["up"] = fused["fc1"].reshape(2, 5, 4)
     for expert in range(3):
         found[f"experts_{expert}_w1"], found[f"experts_{expert}_w3"] = fused["experts_in"][expert].reshape(2, 2, 4)
@@ -64,6 +67,7 @@ class _Layer(torch.nn.Module):
         x = x + (torch.tanh(q).reshape(-1, 3, 4) * torch.tanh(k * v)[:, None]).sum(1) * one["scale"]
         x = x + torch.tanh(linear(x, one["rows"])).sum(-1, keepdim=True)
         x = x + linear(torch.tanh(linear(x, one["gate"])) * linear(x, one["up"]), one["down"])
+        x = x + torch.tanh(x @ one["conv"]).reshape(-1, 3, 4).sum(1)
         for e in range(3):
             inner = torch.tanh(linear(x, one[f"experts_{e}_w1"])) * linear(x, one[f"experts_{e}_w3"])
             x = x + linear(inner, one[f"experts_{e}_w2"])

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 VOCABULARY, SEQUENCE = 64, 8
+LIKE_LLAMA = (
+    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --normalization RMSNorm"
+    " --position-embedding-type rope --no-rope-fusion --kv-channels 8 "
+)
 RUN = (
-    "--swiglu --disable-bias-linear --untie-embeddings-and-output-weights --normalization RMSNorm --norm-epsilon 1e-5"
-    " --position-embedding-type rope --no-rope-fusion --num-layers 2"
-    f" --hidden-size 16 --kv-channels 8 --ffn-hidden-size 24 --vocab-size {VOCABULARY} --weight-decay 0 --clip-grad 0"
-    " --lr-decay-style constant --lr 1e-2 --min-lr 1e-2 --ckpt-format torch_dist --global-batch-size 1"
-    " --no-check-for-nan-in-loss-and-grad "
+    f"--norm-epsilon 1e-5 --num-layers 2 --hidden-size 16 --ffn-hidden-size 24 --vocab-size {VOCABULARY}"
+    " --weight-decay 0 --clip-grad 0 --lr-decay-style constant --lr 1e-2 --min-lr 1e-2 --ckpt-format torch_dist"
+    " --global-batch-size 1 --no-check-for-nan-in-loss-and-grad "
 )
 
 

@@ -36,6 +36,7 @@ MANY_BUCKETS = f"{WIDTH_20}--overlap-grad-reduce --ddp-bucket-size 1000 "
 ALL = ("model_space", "buckets", "torch")
 WORLDS = {
     "biases tp2 dp2": World("0.18.2", 4, DISTRIBUTED + TP, ALL),
+    "biases tp2 pp2": World("0.19.2", 4, DISTRIBUTED + TP + PP, ALL),
     "gated tp2 pp2": World("0.19.2", 4, DISTRIBUTED + GATED + TP + PP, ALL),
     "gated pp2 vp2": World("0.19.2", 2, DISTRIBUTED + GATED + PP + "--num-layers-per-virtual-pipeline-stage 1 ", ALL),
     "tied pp2": World("0.19.2", 2, DISTRIBUTED + TIED + PP, ALL),

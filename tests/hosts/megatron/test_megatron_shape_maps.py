@@ -86,6 +86,31 @@ def under_transformers_names(tensors: Tensors) -> Tensors:
     return found
 
 
+def under_gpt2_names(tensors: Tensors) -> Tensors:
+    """Megatron-LM's tensors as a GPT-2 of transformers has them, whose matrices are transposed."""
+    found: Tensors = {}
+    names = {
+        "embedding.word_embeddings": "wte",
+        "embedding.position_embeddings": "wpe",
+        "decoder.final_layernorm": "ln_f",
+        "self_attention.linear_qkv": "attn.c_attn",
+        "self_attention.linear_proj": "attn.c_proj",
+        "mlp.linear_fc1": "mlp.c_fc",
+        "mlp.linear_fc2": "mlp.c_proj",
+    }
+    norms = {"input_layernorm": "ln_1", "pre_mlp_layernorm": "ln_2"}
+    norms |= {"self_attention.linear_qkv.layer_norm": "ln_1", "mlp.linear_fc1.layer_norm": "ln_2"}
+    for (name, kind), held in tensors.items():
+        layer, inside, leaf = re.fullmatch(r"(?:decoder\.layers\.(\d+)\.)?(.*)[._](weight|bias)", name).groups()  # type: ignore[union-attr]
+        if "linear_qkv" in inside and inside not in norms:
+            held = held.reshape(HEADS, 3, -1, *held.shape[1:]).swapaxes(0, 1).reshape(held.shape)
+        if layer is not None and held.ndim == 2:
+            held = held.T.contiguous()
+        place = f"transformer.h.{layer}." if layer is not None else "transformer."
+        found[f"{place}{ {**names, **norms}[inside] }.{leaf}", kind] = held
+    return found
+
+
 def assert_equal(found: Tensors, expected: Tensors) -> None:
     assert found.keys() == expected.keys(), sorted(found.keys() ^ expected.keys())[:8]
     wrong = [key for key, held in expected.items() if held.dtype != found[key].dtype or not held.equal(found[key])]
@@ -93,6 +118,7 @@ def assert_equal(found: Tensors, expected: Tensors) -> None:
 
 
 WORLDS = {
+    "biases tp2 pp2": ("gpt2-megatron", DISTRIBUTED),
     "gated tp2 pp2": ("llama-megatron", DISTRIBUTED + GATED),
     "experts ep2": ("mixtral-megatron", DISTRIBUTED + GATED + EXPERTS_WHOLE),
 }
@@ -105,7 +131,8 @@ def test_there_and_back(releases: Any, saved: Saved, tmp_path: Path, world: str,
     names, arguments = WORLDS[world]
     source, zero = saved(world, form), tmp_path / "zero"
     convert(str(source), str(zero), to="zero3", dp=3, names=names)
-    assert_equal(values(zero), under_transformers_names(values(source)))
+    under_names = under_gpt2_names if names == "gpt2-megatron" else under_transformers_names
+    assert_equal(values(zero), under_names(values(source)))
     back = tmp_path / "back"
     convert(
         str(zero), str(back), to="megatron", names=names, like=str(source), ep=1 if EXPERTS_WHOLE in arguments else None
@@ -144,8 +171,17 @@ def test_a_vocabulary_loses_its_padding_and_gets_it_back_as_zeros(releases: Any,
 
 
 EXPERTS = EXPERTS_WHOLE + "--moe-router-load-balancing-type none "
-GROUPED = "--group-query-attention --num-query-groups 2 "
+GROUPED = family_jobs.LIKE_LLAMA + "--group-query-attention --num-query-groups 2 "
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "GPT2": (
+        "gpt2-megatron",
+        "--position-embedding-type learned_absolute --no-bias-gelu-fusion ",
+        {
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+            **{"n_embd": 16, "n_head": 4, "n_inner": 24, "n_layer": 2, "n_positions": family_jobs.SEQUENCE},
+            **{"activation_function": "gelu", "tie_word_embeddings": True},
+        },
+    ),
     "Llama": ("llama-megatron", GROUPED, {}),
     "Mistral": ("llama-megatron", GROUPED, {"sliding_window": None}),
     "Qwen2": ("llama-megatron", f"{GROUPED}--add-qkv-bias ", {}),
@@ -166,7 +202,8 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "DeepseekV3": (
         "deepseek-v3-megatron",
-        f"{EXPERTS}--multi-latent-attention --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4"
+        f"{family_jobs.LIKE_LLAMA}{EXPERTS}--multi-latent-attention"
+        " --q-lora-rank 20 --kv-lora-rank 12 --qk-head-dim 8 --qk-pos-emb-head-dim 4"
         " --v-head-dim 6 --rope-type rope --moe-layer-freq [0,1] --moe-router-score-function sigmoid --qk-layernorm"
         " --moe-router-enable-expert-bias --moe-router-topk-scaling-factor 2.5 --moe-router-bias-update-rate 0"
         " --moe-shared-expert-intermediate-size 24 --norm-epsilon 1e-6",
@@ -214,9 +251,12 @@ def test_both_frameworks_compute_the_same(releases: Any, tmp_path: Path, family:
     config = getattr(transformers, f"{family}Config")(
         vocab_size=family_jobs.VOCABULARY, attn_implementation="eager", pad_token_id=None, **{**shape, **heads, **own}
     )
-    model = getattr(transformers, f"{family}ForCausalLM")(config).float()
+    classes = {"GPT2": "GPT2LMHeadModel"}
+    model = getattr(transformers, classes.get(family, f"{family}ForCausalLM"))(config).float()
     before, after = values(mapped[0]), values(mapped[1])
-    model.load_state_dict({name: held for (name, kind), held in before.items() if kind == "weight"})
+    told_of = model.load_state_dict({n: held for (n, kind), held in before.items() if kind == "weight"}, strict=False)
+    tied = ["lm_head.weight"] if config.tie_word_embeddings else []
+    assert (told_of.missing_keys, told_of.unexpected_keys) == (tied, [])
     with torch.no_grad():
         logits = model(input_ids=family_jobs.batch(1)[:, :-1]).logits
     assert torch.tensor(told["logits"]).sub(logits).abs().max() < 1e-5 * max(1.0, float(logits.abs().max()))
