@@ -26,9 +26,9 @@ def patterns(saved: Collection[str], run: Collection[str]) -> dict[str, str] | N
     """A map of names, as `NameMap` reads it, that gives saved parameters the names that the run has for them.
 
     None where neither wrappers nor one module around all explain the names that the run has and the checkpoint lacks,
-    or only some of them.
+    or only some of them. Every rank gets the same text, whatever order its sets have.
     """
-    lacking, left = set(run) - set(saved), set(saved) - set(run)
+    lacking, left = sorted(set(run) - set(saved)), sorted(set(saved) - set(run))
     ours, theirs = _by_plain(lacking), _by_plain(left)
     pairs = {theirs[plain]: name for plain, name in ours.items() if plain in theirs}
     if not pairs:

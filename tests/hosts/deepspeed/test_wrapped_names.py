@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +273,20 @@ def test_wrappers_of_every_layer_are_a_few_patterns(saved: str, run: str) -> Non
     made = patterns(*names)
     assert made is not None and len(made) <= 2
     assert patterns(["a.weight"], ["b.weight"]) is None
+
+
+def test_every_rank_has_the_same_line() -> None:
+    """Each has hashes of its own."""
+    code = """if True:
+        from ds_reshard.operations.wrapper_names import patterns
+        part = [f"layers.{n}.lora_{of}" for n in range(3) for of in "AB"]
+        print(patterns([f"_orig_mod.{one}.default.weight" for one in part], [f"{one}.mine.weight" for one in part]))
+    """
+    told = {
+        subprocess.check_output([sys.executable, "-c", code], text=True, env={**os.environ, "PYTHONHASHSEED": seed})
+        for seed in "1234"
+    }
+    assert len(told) == 1 and "lora_B" in told.pop()
 
 
 def test_one_module_around_all_is_no_guess() -> None:
