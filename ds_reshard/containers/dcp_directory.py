@@ -10,7 +10,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import prod
@@ -92,7 +92,8 @@ class SavedTensor:
 class Directory:
     """All of it by key; `paths` are the keys of the nested state dict that was saved, where they are told.
 
-    `contradictions` are faults of what torch itself has written; other writers may leave parts out.
+    `contradictions` are faults of what torch itself has written; other writers may leave parts out. `values` are values
+    that lie in no archive of their own.
     """
 
     path: str
@@ -100,6 +101,7 @@ class Directory:
     objects: Mapping[str, Place]
     paths: Mapping[str, tuple[object, ...]]
     contradictions: tuple[Fault, ...] = ()
+    values: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def places(self) -> Iterator[Place]:

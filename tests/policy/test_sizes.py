@@ -41,9 +41,9 @@ def test_functions_are_under_70_lines() -> None:
 BUDGETS = {
     "model, planning": (("model", "planning"), 4245),
     "execution": (("execution",), 3219),
-    "containers": (("containers",), 6447),
+    "containers": (("containers",), 6449),
     "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 8870),
+    "other formats": (("formats",), 9193),
     "operations": (("operations",), 6713),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11896),

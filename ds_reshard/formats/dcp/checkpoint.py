@@ -31,6 +31,7 @@ from ds_reshard.formats.dcp.entries import (
     read_values,
     tensor_key,
 )
+from ds_reshard.formats.dcp.item_files import is_items, item_names, read_items
 from ds_reshard.formats.dcp.shard_files import MEND, is_tied, optimizer_parts, read_shards, shard_names, unlike_states
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
@@ -175,7 +176,7 @@ def _of_two_saves(
 def _left_out(directory: Directory, folder: str) -> Iterator[str]:
     """accelerate's further models, its scheduler, what a Trainer puts there, and files of earlier saves."""
     shards = {os.path.basename(place.path) for place in directory.places}
-    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards, *shard_names(folder)}
+    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards, *shard_names(folder), *item_names(folder)}
     empty = {name for name, nbytes in folders.files(folder).items() if not nbytes and name.endswith(".distcp")}
     names = [name for name in folders.names(folder) if name not in known | empty]  # torch makes one of a rank's nothing
     if names:
@@ -196,6 +197,8 @@ def _parts(folder: str) -> list[str]:
     """Where the directories are: in the folder itself, or below it; ranks' files of weights count as one."""
     if shard_names(folder):
         return ["", *filter(None, optimizer_parts(folder))]
+    if is_items(folder):
+        return [""]
     return [part for part in ("", *ACCELERATE) if folders.is_file(os.path.join(folder, part, METADATA))]
 
 
@@ -204,6 +207,9 @@ def _read(folder: str, *, optimizer: bool = True) -> Directory:
     if shard_names(folder):
         parts = optimizer_parts(folder) if optimizer else []
         return _joined(folder, [read_shards(folder), *(read_directory(os.path.join(folder, part)) for part in parts)])
+    if is_items(folder):
+        directory = _joined(folder, [read_items(folder)])
+        return directory if optimizer else _without_optimizers(directory)
     unread = () if optimizer else ACCELERATE[1:]
     parts = _parts(folder) or [""]
     for path in (
@@ -246,7 +252,7 @@ def _without_optimizers(directory: Directory) -> Directory:
     }
     tensors = {family: tensor for family, tensor in directory.tensors.items() if family in kept}
     objects = {family: place for family, place in directory.objects.items() if family in kept}
-    return replace(directory, tensors=tensors, objects=objects)
+    return replace(directory, tensors=tensors, objects=objects, values={})
 
 
 def _of_model(directory: Directory) -> Iterator[tuple[str, Path]]:

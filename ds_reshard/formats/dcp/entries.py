@@ -232,6 +232,15 @@ class Values:
             return None
         return OptimizerFacts(groups=tuple(self._numbered() or self._flattened(names)), scalars=self.scalars)
 
+    def put(self, path: Path, value: object) -> None:
+        group, key = group_key(path), tensor_key(path)
+        if group is not None:
+            self.grouped[group] = value
+        elif key.kind != "weight" and isinstance(value, ScalarTensor | int | float | str | None):
+            self.scalars.setdefault(key.name, {})[key.kind] = value
+        else:
+            self.objects[path] = value
+
     def twice(self) -> Iterator[tuple[str, str, str]]:
         """Members of numbered groups of two optimizers, with the keys of both."""
         found: dict[str, str] = {}
@@ -288,13 +297,9 @@ def read_values(directory: Directory, single: Mapping[str, Place]) -> Values:
         except CheckpointNotFound:
             raise_faults([*faults, *_absent(directory)], subject="reading a checkpoint")
             raise
-        group, key = group_key(path), tensor_key(path)
-        if group is not None:
-            values.grouped[group] = value
-        elif key.kind != "weight" and isinstance(value, ScalarTensor | int | float | str | None):
-            values.scalars.setdefault(key.name, {})[key.kind] = value
-        else:
-            values.objects[path] = value
+        values.put(path, value)
+    for family, value in directory.values.items():
+        values.put(directory.paths[family], value)
     raise_faults(faults, subject="reading a checkpoint")
     return values
 
