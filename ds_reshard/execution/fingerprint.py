@@ -36,7 +36,7 @@ from ds_reshard.execution.buffers import casts_alike, memory_of, torch_dtype
 from ds_reshard.execution.interfaces import Strides
 from ds_reshard.model.gc_pause import gc_disabled
 from ds_reshard.model.index import Index
-from ds_reshard.model.layout import Layout, TensorKey
+from ds_reshard.model.layout import Layout, Placement, TensorKey
 from ds_reshard.model.records import ElementType
 from ds_reshard.model.region import Box, Region, overlap
 from ds_reshard.planning.copies import (
@@ -165,6 +165,23 @@ class Fingerprint:
 _Key = TypeVar("_Key", bound=Hashable)
 
 
+class Order(NamedTuple):
+    """The places in a tensor of elements that are numbered along axes: each axis has its size, and its step there.
+
+    The outermost axis comes first; `begin` is the place of the first element.
+    """
+
+    begin: int
+    axes: tuple[tuple[int, int], ...]
+
+    def places(self, number: _Wide) -> _Wide:
+        places = numpy.full_like(number, self.begin)
+        for size, step in reversed(self.axes):
+            number, index = numpy.divmod(number, size)
+            places += index * step
+        return places
+
+
 class Fingerprints(Generic[_Key]):
     """Fingerprints of tensors by key, summed part by part: any part, in any order, from any thread.
 
@@ -219,17 +236,20 @@ class Fingerprints(Generic[_Key]):
                 parts.append(part)
 
     def add_spread(
-        self, keys: Sequence[_Key], memories: Sequence[memoryview], elements: _Wide, spreads: _Wide, itemsize: int
+        self, keys: Sequence[_Key], memories: Sequence[memoryview], first: _Wide, order: Order, itemsize: int
     ) -> None:
-        """Add many parts of elements that lie apart in their tensor: each has its first element, and their distance."""
+        """Add many parts of elements that lie apart in their tensor: `order` has the place of each, by its number.
+
+        `first` has the number of each part's first element.
+        """
         data = memoryview(b"".join(memories))
         ends = numpy.cumsum([len(memory) // itemsize for memory in memories])
         before, totals = numpy.append(0, ends[:-1]), numpy.zeros(len(memories), dtype=numpy.int64)
-        for first in range(0, int(ends[-1]), _SPREAD_PORTION):
-            number = numpy.arange(first, min(first + _SPREAD_PORTION, int(ends[-1])))
+        for start in range(0, int(ends[-1]), _SPREAD_PORTION):
+            number = numpy.arange(start, min(start + _SPREAD_PORTION, int(ends[-1])))
             part = numpy.searchsorted(ends, number, side="right")
-            byte = itemsize * (elements[part] + (number - before[part]) * spreads[part])
-            words = data[first * itemsize : (first + len(number)) * itemsize]
+            byte = itemsize * order.places(first[part] + number - before[part])
+            words = data[start * itemsize : (start + len(number)) * itemsize]
             numpy.add.at(totals, part, _sums_of_elements(byte, words, itemsize))
         with self._lock:
             for key, value, memory in zip(keys, totals.tolist(), memories, strict=True):
@@ -285,10 +305,9 @@ class FingerprintTarget:
             self._sums.add_elsewhere(self._key, position, there)
 
     def scatter(self, element_offset: int, data: memoryview, dtype: ElementType, strides: Strides) -> None:
-        size = strides.numel * dtype.itemsize
-        rows = [data[at : at + size] for at in range(0, len(data), size)]
-        first, spreads = element_offset + strides.step * numpy.arange(len(rows)), numpy.full(len(rows), strides.spread)
-        self._sums.add_spread([self._key] * len(rows), rows, first, spreads, dtype.itemsize)
+        rows = len(data) // dtype.itemsize // strides.numel
+        order = Order(element_offset, ((rows, strides.step), (strides.numel, strides.spread)))
+        self._sums.add_spread([self._key], [data], numpy.zeros(1, dtype=numpy.int64), order, dtype.itemsize)
 
     def zero(self, element_offset: int, numel: int) -> None:
         """Nothing: zeros add nothing."""
@@ -372,8 +391,9 @@ class _Spans(NamedTuple):
     """Bytes of a file that are elements of tensors, in their order.
 
     The rows of the table: first byte, the one behind the last, numbers of tensor and buffer, and of the first element;
-    the place in that buffer where they are wanted, the first element's and how many; and how many elements they lie
-    apart in the tensor. Tied tensors share bytes, so spans may overlap; `reach` is how far those up to each reach.
+    the place in that buffer where they are wanted, the first element's and how many; and the number of the order of a
+    transposed tensor, else -1. Tied tensors share bytes, so spans may overlap; `reach` is how far those up to each
+    reach.
     """
 
     table: _Wide
@@ -383,7 +403,7 @@ class _Spans(NamedTuple):
 class _Parts(NamedTuple):
     """Bytes of copies that are elements of tensors: of copy number `copy` the bytes [start, stop).
 
-    They are of the tensor `key`, at `position` of its bytes, both as numbers, and lie `spread` elements apart there.
+    They are of the tensor `key`, at `position` of its bytes, both as numbers; of a transposed tensor in its `order`.
     """
 
     copy: list[int]
@@ -391,7 +411,7 @@ class _Parts(NamedTuple):
     stop: list[int]
     key: list[int]
     position: list[int]
-    spread: list[int]
+    order: list[int]
 
 
 class Witness:
@@ -403,14 +423,15 @@ class Witness:
     @gc_disabled()
     def __init__(self, source: Index, wanted: Sequence[Match], rank: int) -> None:
         self.sums = Fingerprints[TensorKey]()
-        keys, buffers, paths = Numbers[TensorKey](), Numbers[str](), Numbers[str]()
+        keys, buffers, paths, orders = Numbers[TensorKey](), Numbers[str](), Numbers[str](), Numbers[Order]()
         tables = [numpy.empty((9, 0), dtype=numpy.int64)]
         for match in wanted:
             spans = _spans_alike if match.cuts is not None else _spans_of_boxes
-            tables.append(spans(source, match, rank, (paths, keys, buffers)))
+            tables.append(spans(source, match, rank, (paths, keys, buffers, orders)))
         table = numpy.concatenate(tables, axis=1)
         table = table[:, numpy.lexsort((table[1], table[0]))]
         self._keys, self._buffers, self._spans = list(keys), dict(buffers), dict[str, _Spans]()
+        self._orders = list(orders)
         self._last: tuple[Sequence[str], Sequence[Types], tuple[_Wide, _Wide]] = ((), (), (table[0], table))
         ends = numpy.searchsorted(table[0], numpy.arange(len(paths)), side="right").tolist()
         for name, first, last in zip(paths, [0, *ends], ends, strict=False):
@@ -432,23 +453,29 @@ class Witness:
             seen[of][start:stop] for of, start, stop in zip(parts.copy, starts.tolist(), stops.tolist(), strict=True)
         ]
         keys, positions = [self._keys[key] for key in parts.key], parts.position
-        if max(parts.spread, default=1) > 1:
-            spreads, elements = numpy.array(parts.spread), numpy.array(positions) // into_sizes
-            for size in set(into_sizes[spreads > 1].tolist()):
-                which = numpy.flatnonzero((spreads > 1) & (into_sizes == size)).tolist()
-                those = [keys[at] for at in which], [memories[at] for at in which]
-                self.sums.add_spread(*those, elements[which], spreads[which], size)
-            which = numpy.flatnonzero(spreads == 1).tolist()
+        if max(parts.order, default=-1) >= 0:
+            orders, first = numpy.array(parts.order), numpy.array(positions) // into_sizes
+            for number, size in {*zip(parts.order, into_sizes.tolist(), strict=True)}:
+                which = numpy.flatnonzero((orders == number) & (into_sizes == size)).tolist()
+                if number >= 0:
+                    those = [keys[at] for at in which], [memories[at] for at in which]
+                    self.sums.add_spread(*those, first[which], self._orders[number], size)
+            which = numpy.flatnonzero(orders < 0).tolist()
             keys, positions = [keys[at] for at in which], [positions[at] for at in which]
             memories = [memories[at] for at in which]
         self.sums.add_all(keys, positions, memories)
 
     def saw_there(self, copies: Sequence[Copy], tensors: Sequence[torch.Tensor]) -> None:
         """The same for copies whose bytes are tensors on a device, by operations of that device."""
-        for number, start, stop, key, position, _ in zip(*self._parts(Copies.of(copies)), strict=True):
+        for number, start, stop, key, position, order in zip(*self._parts(Copies.of(copies)), strict=True):
             copy, part = copies[number], tensors[number][start:stop]
             cast = part.view(torch_dtype(copy.dtype)).to(torch_dtype(copy.target_dtype))
-            self.sums.add(self._keys[key], position, cast)
+            if order < 0:
+                self.sums.add(self._keys[key], position, cast)
+                continue
+            numbers = position // cast.element_size() + numpy.arange(cast.numel())
+            for at, place in enumerate(self._orders[order].places(numbers).tolist()):  # few: others go to the host
+                self.sums.add(self._keys[key], place * cast.element_size(), cast[at : at + 1])
 
     def _named(self, copies: Copies) -> tuple[_Wide, _Wide]:
         """What copies name, in columns: this witness's numbers of their buffers, and the sizes of their types.
@@ -480,14 +507,14 @@ class Witness:
             which = numpy.repeat(numpy.arange(len(of)), many)
             span = numpy.arange(len(which)) + (first - numpy.cumsum(many) + many)[which]
             of, begin, end, size = of[which], begin[which], end[which], size[which]
-            known_start, known_stop, key, buffer, element, element_offset, room, spread = spans.table[:, span]
+            known_start, known_stop, key, buffer, element, element_offset, room, order = spans.table[:, span]
             start, stop = numpy.maximum(known_start, begin), numpy.minimum(known_stop, end)
             place = table[ELEMENT_OFFSET, of] + (start - begin) // size * table[SPREAD, of] - element_offset
             held = (start < stop) & (buffers[table[BUFFER, of]] == buffer) & (place >= 0) & (place < room)
             # Between two elements of a tensor is nothing that it holds.
             held &= ((start - begin) % size == 0) & ((start - known_start) % size == 0)
-            position = (element + (start - known_start) // size * spread) * into[of]
-            found = (of, start - begin, stop - begin, key, position, spread)
+            position = (element + (start - known_start) // size) * into[of]
+            found = (of, start - begin, stop - begin, key, position, order)
             for known, column in zip(parts, found, strict=True):
                 known += column[held].tolist()
         return parts
@@ -506,8 +533,8 @@ def held(layout: Layout, rank: int, buffers: Mapping[str, torch.Tensor]) -> Fing
     return sums
 
 
-_Named = tuple[Numbers[str], Numbers[TensorKey], Numbers[str]]
-"""Numbers of paths, tensors and buffers."""
+_Named = tuple[Numbers[str], Numbers[TensorKey], Numbers[str], Numbers[Order]]
+"""Numbers of paths, tensors, buffers and orders."""
 
 
 def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
@@ -516,7 +543,7 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide
     pieces, origin = match.locate(held)
     held_in, numbers = match.extents(pieces, origin)
     extents = [source.open(placement.family, shard).get(placement.buffer) for placement, shard in held_in]
-    paths, keys, buffers = named
+    paths, keys, buffers, _ = named
     found = [(paths[one.path], one.byte_offset, one.dtype.itemsize) if one else (-1, 0, 1) for one in extents]
     path, offset, itemsize = numpy.array(found, dtype=numpy.int64).reshape(-1, 3).T[:, numbers]
     of = held.member[pieces.member]
@@ -526,14 +553,14 @@ def _spans_alike(source: Index, match: Match, rank: int, named: _Named) -> _Wide
     begin, numel = offset + pieces.element_offset * itemsize, pieces.stop - pieces.start
     rooms = held.element_offset, held.stop - held.start
     key, buffer = names[:, which]
-    places = pieces.start, *(one[pieces.member] for one in rooms), numpy.ones_like(numel)
+    places = pieces.start, *(one[pieces.member] for one in rooms), numpy.full_like(numel, -1)
     table: _Wide = numpy.stack((path, begin, begin + numel * itemsize, key, buffer, *places))[:, path >= 0]
     return table
 
 
 def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _Wide:
     """The same where boxes differ: what lies in the pieces of files that hold some of it."""
-    paths, keys, buffers = named
+    paths, keys, buffers, orders = named
     found = []
     for member, origin, wanted, offset in match.each(match.pieces_of(rank)):
         whole = Region(box=Box.whole(origin.shape), start=0, stop=prod(origin.shape))
@@ -543,13 +570,26 @@ def _spans_of_boxes(source: Index, match: Match, rank: int, named: _Named) -> _W
             if extent is None:
                 continue
             itemsize = extent.dtype.itemsize
+            begin = extent.byte_offset + piece.element_offset * itemsize
+            if part.axes and part.axes[-1][::2] != (len(part.shape) - 1, 1):  # its elements would be as many spans
+                end = begin + (piece.stop - piece.start) * itemsize
+                order = orders[_order(part)]
+                found.append((paths[extent.path], begin, end, key, buffer, piece.start, offset, wanted.numel, order))
+                continue
             for run in overlap(whole, part.region(piece)):
-                for element, first, numel, _, spread in run.each():
-                    begin = extent.byte_offset + (piece.element_offset + first) * itemsize
-                    end = begin + numel * itemsize
-                    found.append((paths[extent.path], begin, end, key, buffer, element, offset, wanted.numel, spread))
+                for element, first, numel, *_ in run.each():
+                    start = begin + first * itemsize
+                    stop = start + numel * itemsize
+                    found.append((paths[extent.path], start, stop, key, buffer, element, offset, wanted.numel, -1))
     table: _Wide = numpy.array(found, dtype=numpy.int64).reshape(-1, 9).T
     return table
+
+
+def _order(part: Placement) -> Order:
+    """Return the places of a transposed box's elements in the whole tensor, as they are stored."""
+    steps = [prod(part.shape[dim + 1 :]) for dim in range(len(part.shape))]
+    begin = sum(at * step for at, step in zip(part.box.offset, steps, strict=True))
+    return Order(begin, tuple((axis.size, axis.step * steps[axis.dim]) for axis in part.axes))
 
 
 def _cast(memories: Sequence[memoryview], dtype: ElementType, into: ElementType) -> list[memoryview]:
