@@ -450,7 +450,7 @@ FOLLOWED = {
         "hosts/deepspeed/test_resume_odd.py::test_what_deepspeed_alone_loads_keeps_its_moments_and_the_line_of_its_warning_mends_it"
     ),
     "an engine that holds half a checkpoint": (
-        "hosts/deepspeed/test_refusals.py::test_what_others_put_on_the_engine_stays_there"
+        "hosts/deepspeed/test_bad_input.py::test_faults_that_show_while_copying_make_the_engine_refuse_work"
     ),
     "a state that a script gives the optimizer": (
         "hosts/deepspeed/test_refusals.py::test_a_state_that_the_script_gives_the_optimizer_itself"
