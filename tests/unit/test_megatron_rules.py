@@ -21,7 +21,7 @@ from ds_reshard.formats.megatron.flat_states import (
     unsupported,
 )
 from ds_reshard.formats.megatron.optimizer import Trained, facts_of, members_of, saved_steps
-from ds_reshard.formats.megatron.torch_dist import _contradictions, _incomplete, _of_fragments, _sharding, _unread
+from ds_reshard.formats.megatron.torch_dist import _of_fragments, _sharding, _unread, contradictions, incomplete
 from ds_reshard.formats.megatron.torch_format import _unsupported, places
 from ds_reshard.hosts.megatron.weights import warn_of
 from ds_reshard.model.layout import TensorKey, tiled_placement
@@ -242,7 +242,7 @@ def test_masters_that_are_no_fp32_are_refused(dtype: str) -> None:
     for kind, held in (("weight", "bfloat16"), ("fp32", dtype), ("exp_avg", "float32")):
         key = TensorKey(name="x", kind=kind)
         made[key] = tiled_placement(key, (4,), ElementType.named(held), [(0, 0, Box.whole((4,)))], family="", buffer="")
-    (fault,) = _incomplete("here", made)
+    (fault,) = incomplete("here", made)
     assert (fault.error, fault.found) == (
         "UnsupportedLayout",
         dtype,
@@ -342,7 +342,7 @@ def test_a_layer_of_no_ops_has_no_tensors(name: str) -> None:
         weights: Any = {
             TensorKey(name=f"decoder.layers.{layer}.mlp.linear_fc1.weight", kind="weight"): 0 for layer in layers
         }
-        found = list(_contradictions("here", {"num_layers": 4, **({name: "x"} if name else {})}, weights))
+        found = list(contradictions("here", {"num_layers": 4, **({name: "x"} if name else {})}, weights))
         assert [fault.what for fault in found] == ["args.num_layers is not the number of layers"] * lacking
 
 
