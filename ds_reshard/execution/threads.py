@@ -144,7 +144,8 @@ class ThreadExecutor:
             copies = copies.take(~by_rows)
         spread = copies.table[SPREAD] > 1
         yield from self._runs(copies.take(~spread), remote=remote)
-        yield from self._runs(copies.take(spread), remote=remote)
+        if spread.any():
+            yield from self._runs(copies.take(spread), remote=remote)
         if self.checksum and plan.checks:
             yield [_Batch(*check, copies=None) for check in cut_checks(plan.checks, self.chunk_nbytes)]
 
