@@ -341,7 +341,7 @@ def _in_rows(run: Run, axes: list[Rows]) -> Iterator[Run]:
 
 
 def _row_axis(first: Box, second: Box, low: Shape, high: Shape) -> int:
-    """Return the first axis from which elements of [low, high) lie together: both boxes are equal behind it."""
+    """Return the first axis from which [low, high) is contiguous in both boxes: it fills both on all later axes."""
     axis = max(0, len(low) - 1)
     while axis and (low[axis], high[axis] - low[axis]) == (first.offset[axis], first.size[axis]) == (
         second.offset[axis],

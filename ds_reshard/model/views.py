@@ -70,10 +70,14 @@ def parse_view(text: str) -> View:
     """Return the factors of each dimension of a view. Raises ValueError for parentheses that do not match."""
     found = tuple(tuple((inside or outside).split()) for inside, outside in _DIMENSION.findall(text))
     if re.sub(r"\s", "", text) != re.sub(r"\s", "", "".join(match[0] for match in _DIMENSION.finditer(text))):
-        raise ValueError(f"{text!r} is no view: parentheses hold the factors of one dimension, and nothing else")
+        raise ValueError(
+            f"{text!r} is no view: write dimensions apart, the factors of one in parentheses, as in (a b) c"
+        )
     bad = any("(" in factor or ")" in factor for dimension in found for factor in dimension)
     if bad or not found or not all(found):
-        raise ValueError(f"{text!r} is no view: parentheses hold the factors of one dimension, and nothing else")
+        raise ValueError(
+            f"{text!r} is no view: write dimensions apart, the factors of one in parentheses, as in (a b) c"
+        )
     return found
 
 

@@ -47,7 +47,7 @@ from ds_reshard.operations.values import Column, index_of, logical, read_spans
 def compare_listings(
     a: Found, b: Found, *, names: str | None, reading: Reading, progress: Progress | None
 ) -> Difference:
-    """Read both side by side, span by span; every byte that is read is checked against its file's checksum.
+    """Compare two checkpoints value by value; every byte that is read is checked against its file's checksum.
 
     With a map of `names`, the side whose names differ from the other's is compared as the map has it.
     """
@@ -209,9 +209,9 @@ def _mapped_pairs(names: str, a: Checkpoint, b: Checkpoint) -> _Pairs:
 
 
 def _under_one_side(names: str, a: Checkpoint, b: Checkpoint) -> tuple[list[Content], list[Index]]:
-    """Return both contents, and the indexes of their tensors, the map applied to the one that gets the other's names.
+    """Apply the map to the side that then shares more names with the other; return both contents, and their indexes.
 
-    If both would, it is applied to A, unless rows of that would be made of zeros. Raises if neither would.
+    If both would, it is A, unless rows of A would be made of zeros. Raises ModelMismatch if neither would.
     """
     read, contents, indexes = read_name_map(names), [a.content(), b.content()], [a.index, b.index]
     known = [content.weights.keys() | content.tied.keys() for content in contents]

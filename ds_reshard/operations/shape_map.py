@@ -164,7 +164,10 @@ class ShapeMap:
         return replace(self, numbers={**self.numbers, **numbers})
 
     def apply(self, content: Content, layout: Layout, coming: Coming) -> Mapped:
-        """Return the content with the tensors of the other side; `layout` has the places of its tensors."""
+        """Translate the content to the other side of the map; `layout` has the places of its tensors.
+
+        If there are faults, the content is returned as it was.
+        """
         side = self.side_of(content)
         if side is None:
             return Mapped(content, layout, (self._no_side(content),))
@@ -190,15 +193,15 @@ class ShapeMap:
     def _other_rows(self, told: Mapping[str, object]) -> Iterator[Fault]:
         for name, value in self.written_for.items():
             if name in told and told[name] != value:
-                mend = "take a map that was written for it"
+                mend = "use a map that was written for this model"
                 yield self._fault(name, "is not what the map was written for", str(value), str(told[name]), mend)
         for name, why in OTHER_ROWS.items():
             if told.get(name) and name not in self.written_for:
-                mend = f'take a map that was written for it: with "for": {{"{name}": {json.dumps(told[name])}}}'
+                mend = f'use a map that was written for it, with "for": {{"{name}": {json.dumps(told[name])}}}'
                 yield self._fault(name, f"is set, and the map was not written for it: {why}", "", str(told[name]), mend)
         model = told.get("model_type")
         if isinstance(model, str) and model in _OTHER_MODELS and "model_type" not in self.written_for:
-            mend = f'take a map that was written for it: with "for": {{"model_type": "{model}"}}'
+            mend = f'use a map that was written for it, with "for": {{"model_type": "{model}"}}'
             what = f"is not what the map was written for: {_OTHER_MODELS[model]}"
             yield self._fault("model_type", what, "", model, mend)
 
@@ -508,7 +511,7 @@ class _Application:
         self._faults.append(ModelMismatch.fault(where, what, expected, found, mend=f"correct {self._path}"))
 
     def _split(self, equation: Equation, tensors: Mapping[str, TensorSource]) -> None:
-        """Add the parts into which the map splits a tensor of the source, and note elements that are padding.
+        """Split a tensor of the source into its parts. A part without a name is padding: left out, with a note.
 
         `tensors` has the weight and the optimizer states of the tensor, by kind.
         """
@@ -753,6 +756,6 @@ def _config(path: str) -> dict[str, object]:
     try:
         read = folders.read_json(path) if folders.is_file(path) else {}
     except (ReshardError, ValueError) as error:
-        what = f"cannot be read, and may tell how rows are arranged: {str(error)[:80]}"
+        what = f"cannot be read, and may hold the order of rows: {str(error)[:80]}"
         raise ConfigError.of(path, what, mend="correct it, or move it away") from error
     return {str(name): value for name, value in read.items()} if isinstance(read, dict) else {}

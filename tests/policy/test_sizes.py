@@ -39,15 +39,15 @@ def test_functions_are_under_70_lines() -> None:
 
 
 BUDGETS = {
-    "model, planning": (("model", "planning"), 4245),
+    "model, planning": (("model", "planning"), 4249),
     "execution": (("execution",), 3260),
     "containers": (("containers",), 6449),
-    "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 9193),
-    "operations": (("operations",), 6713),
+    "formats/zero": (("formats/zero",), 7163),
+    "other formats": (("formats",), 9197),
+    "operations": (("operations",), 6666),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
-    "other hosts": (("hosts",), 11896),
-    "resume, hooks, cli, testing, top": ((".",), 7307),
+    "other hosts": (("hosts",), 11893),
+    "resume, hooks, cli, testing, top": ((".",), 7304),
 }
 """The lines that each room may have. A step that makes a room smaller lowers its budget."""
 

@@ -733,7 +733,7 @@ def test_a_configuration_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
     """It may tell that rows are interleaved."""
     content, layout = llama_content(objects={("args",): ARGUMENTS})
     (tmp_path / "model_config.json").write_text('{"rope_interleaved": tr', encoding="utf-8")
-    with pytest.raises(ConfigError, match="may tell how rows are arranged"):
+    with pytest.raises(ConfigError, match="may hold the order of rows"):
         read_name_map("llama-megatron").apply(replace(content, folder=str(tmp_path)), layout, Coming())
 
 

@@ -59,7 +59,7 @@ def read_items(folder: str) -> Directory:
     top = _top(folder)
     where = os.path.join(folder, ITEMS)
     if (version := top.get("version")) != _TESTED:
-        what = f"its version is not known: {_TESTED} is read, as torch_checkpointing 0.1.1 saves it"
+        what = f"its version is not supported: only {_TESTED}, which torch_checkpointing 0.1.1 saves, is read"
         _refuse(UnsupportedLayout.fault(where, what, _TESTED, str(version), mend=_AGAIN))
     size, items = top.get("world_size"), _dict(folder, top.get("metadata"))
     if type(size) is not int:
@@ -72,7 +72,7 @@ def read_items(folder: str) -> Directory:
         if set(layout) != set(range(size)):
             _refuse(damaged(where, f"{item} was not saved by all ranks", f"{size} ranks", ", ".join(map(str, layout))))
         if any(value is not None for value in layout.values()):
-            what = f"{item} has files of other names or kinds (a layout): none is read here"
+            what = f"{item} has files of a layout of its own (other names or kinds), which is not read here"
             _refuse(UnsupportedLayout.fault(where, what, mend=_AGAIN))
         read.add(str(item), _dict(folder, entry.get("nested_path_to_metadata")), size, weights)
     raise_faults(read.faults, subject=f"checkpoint {folder}")

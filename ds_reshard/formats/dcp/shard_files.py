@@ -37,7 +37,7 @@ def shard_names(folder: str) -> list[str]:
 
 
 def optimizer_parts(folder: str) -> list[str]:
-    """The folder of torch.distributed.checkpoint with the optimizer, "" for this one; none if there is none.
+    """Return the folder of torch.distributed.checkpoint with the optimizer, "" for this one, in a list, or none.
 
     `save_optimizer_distributed` writes it where the script says: here it is found in the folder, or right below it.
     Raises UnsupportedLayout for several.
@@ -62,7 +62,7 @@ def is_tied(folder: str) -> bool:
 
 
 def read_shards(folder: str) -> Directory:
-    """Read the headers of all files, as one directory whose chunks are tensors of them.
+    """Read the headers of all shard files, and join the parts of each tensor into one directory.
 
     Raises UnsupportedLayout for an unknown version, CheckpointDamaged, and what reading a file raises.
     """
@@ -76,7 +76,9 @@ def read_shards(folder: str) -> Directory:
     for path in (os.path.join(folder, name) for name in names):
         header = read_header(path)
         if (version := header.metadata.get(_VERSION)) != _TESTED:
-            what = f"its {_VERSION} is not known: {_TESTED} is read, as torch 2.13 and transformers 5.24 save it"
+            what = (
+                f"its {_VERSION} is not supported: only {_TESTED}, which torch 2.13 and transformers 5.24 save, is read"
+            )
             fault = UnsupportedLayout.fault(path, what, _TESTED, str(version), mend="load it with what has saved it")
             faults.append(fault)
             continue
@@ -118,7 +120,7 @@ def _whole(folder: str, name: str, parts: list[Chunk], faults: list[Fault]) -> S
 
 
 def unlike_states(directory: Directory) -> Iterator[Fault]:
-    """States of weights that no file has, or that have another shape there: the last rank's file is lost."""
+    """Yield a fault for each optimizer state whose weight is missing or of another shape: a rank's file may be lost."""
     keys = {family: tensor_key(directory.paths.get(family, (family,))) for family in directory.tensors}
     weights = {key.name: directory.tensors[family].shape for family, key in keys.items() if key.kind == WEIGHT}
     for family, key in keys.items():

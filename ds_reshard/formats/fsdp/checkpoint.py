@@ -231,14 +231,14 @@ class FsdpCheckpoint(SavedState):
         return file_name(family, None if self.accelerates else size, rank)
 
     def buffers(self, family: str, shard: int) -> Mapping[str, Extent]:
-        """The tensors of one rank's file, by the text of their keys, each checked against rank 0's."""
+        """Return where the tensors of a rank's file lie, by the text of their keys; they are compared with rank 0's."""
         if family == OPTIM and self.flat is not None:
             return self.flat.buffers(shard)
         path = self.path(family, shard)
         first = self.first[family]
         file = _read(path, family, self.parameters)
         faults = [
-            damaged(path, f"{key} is in one of its file and rank 0's alone", "the same tensors", "others")
+            damaged(path, f"{key} is in this file or in rank 0's, and not in both", "the same tensors", "others")
             for key in sorted(file.tensors.keys() ^ first.keys())
         ]
         if family == OPTIM and self.facts is not None:
@@ -477,7 +477,7 @@ def _placement(key: TensorKey, shard: TensorShard, family: str, size: int) -> Pl
 
 
 def _parameters(tensors: Mapping[TensorKey, TensorShard], size: int) -> Mapping[str, Shape]:
-    """The shapes of a model's parameters by their first names, in the order of its modules: what ranks have sharded."""
+    """Return the shapes of the parameters, in the order of the modules; of several ranks, those of sharded tensors."""
     second = second_names(tensors)
     return {
         key.name: shard.shape
@@ -633,10 +633,10 @@ def extra_trees(folder: str, ranks: int, size: int) -> list[object]:
 
 
 def survey_extra(folder: str) -> list[Fault]:
-    """What is wrong with the extra states, which hold no tensor, and without which the rest can be used."""
+    """Return the faults of the extra states, which hold no tensor: the rest can be used without them."""
     sizes = {size for family, size in _ranks(folder) if family == MODEL}
     try:
-        for size in sizes if len(sizes) == 1 else ():  # several are told when the folder is opened
+        for size in sizes if len(sizes) == 1 else ():  # files of several sizes are refused when the folder is opened
             extra_trees(folder, size or 0, 0)
     except ReshardError as error:
         return faults_of(error)

@@ -131,9 +131,9 @@ def _plain(value: object) -> object:
 
 
 def train_state(path: str) -> dict[str, int | float | None]:
-    """Return the counters of a `train_state.pt`, None for one that is no number.
+    """Return the tensors of one element of a `train_state.pt` by name, None for a bool.
 
-    Raises CheckpointDamaged if one is missing, and what reading a damaged file raises.
+    Raises CheckpointDamaged if the step, the samples or the operations are missing.
     """
     with open_archive(path) as archive:
         held = archive.load()
@@ -146,7 +146,7 @@ def train_state(path: str) -> dict[str, int | float | None]:
     }
     for name in ("step", "consumed_train_samples", "floating_point_operations_so_far"):
         if name not in found:
-            raise fail(path, f"does not tell {name}", "a tensor of one element", "none")
+            raise fail(path, f"has no {name}", "a tensor of one element", "none")
     return found
 
 

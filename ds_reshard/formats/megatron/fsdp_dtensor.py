@@ -104,7 +104,9 @@ def open_fsdp_dtensor(folder: str, *, optimizer: bool = True) -> FsdpDtensor:
 
 
 def _part(saved: str, *, local: bool) -> _Part:
-    """Return what a name is in `torch_dist`; `local` is whether the layers are Megatron's own.
+    """Translate the name of a tensor into that of `torch_dist`, with its half (`_w`, `_v`) and its expert, if any.
+
+    `local` is true if the layers are Megatron-LM's own, whose norms have other names in `torch_dist`.
 
     Names from core/transformer/fsdp_dtensor_checkpoint.py, 0.19.2; those of grouped experts were not seen in files.
     """

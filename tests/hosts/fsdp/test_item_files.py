@@ -143,7 +143,7 @@ def _of_another_rate(folder: Path) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "another version": (lambda f: _metadata(f, lambda held: held.update(version="3.0")), "2.0 is read, as torch_check"),
+    "another version": (lambda f: _metadata(f, lambda held: held.update(version="3.0")), "only 2.0, which torch_check"),
     "a rank too few": (lambda f: os.remove(f / "model_1.pt"), "model_1.pt"),
     "another world size": (
         lambda f: _metadata(f, lambda held: held.update(world_size=4)),

@@ -139,7 +139,7 @@ def _retyped(path: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a file in the middle": (lambda f: os.remove(f / NAME.format(2)), "declares impossible chunks"),
     "the last file": (lambda f: os.remove(f / NAME.format(3)), "or a rank's file of these is missing"),
-    "another version": (lambda f: _metadata(f / NAME.format(1), DCP_VERSION="2.0"), "1.0 is read, as torch 2.13"),
+    "another version": (lambda f: _metadata(f / NAME.format(1), DCP_VERSION="2.0"), "only 1.0, which torch 2.13"),
     "no offsets": (lambda f: _metadata(f / NAME.format(1), DCP_SHARDING_INFO=None), "has no offset in DCP_SHARDING"),
     "another type": (lambda f: _retyped(f / NAME.format(2)), "lm_head.weight: its parts differ"),
     "two numbers of files": (

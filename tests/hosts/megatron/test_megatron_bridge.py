@@ -228,7 +228,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[ReshardError], str]] = {
     "train_state.pt lacks a counter": (
         lambda folder: _counter(folder, "consumed_train_samples", None),
         CheckpointDamaged,
-        "does not tell consumed_train_samples",
+        "has no consumed_train_samples",
     ),
     "layers of another run": (
         lambda folder: _replaced(folder, "num_layers: 4", "num_layers: 3"),
