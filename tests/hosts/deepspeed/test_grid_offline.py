@@ -26,6 +26,7 @@ from ds_reshard.execution.fingerprint import fingerprint_of
 from ds_reshard.hosts.nanotron import source
 from ds_reshard.model.rules import Rule, parse_rules, use_rules
 from ds_reshard.operations import coming_run, diff, fingerprint, inspect, verify
+from ds_reshard.operations.shape_map import Coming
 from ds_reshard.resume.policy import ResumePolicy
 
 pytestmark = pytest.mark.distributed
@@ -271,10 +272,10 @@ def test_nanotron_proves_masters_where_it_loads_them(folders: Folders, tmp_path:
     grid, damage, text = WRONG["a tied master"]
     folder = shutil.copytree(folders(grid), tmp_path / "broken")
     damage(folder / "t")
-    opened = source._open(str(folder), ResumePolicy(optimizer="skip", scheduler="override"))
+    opened = source._open(str(folder), ResumePolicy(optimizer="skip", scheduler="override"), Coming())
     assert opened is not None and opened.content.facts is not None
     with pytest.raises(ReshardError) as raised:
-        source._open(str(folder), ResumePolicy())
+        source._open(str(folder), ResumePolicy(), Coming())
     assert text in str(raised.value)
 
 
