@@ -176,7 +176,8 @@ def _of_two_saves(
 def _left_out(directory: Directory, folder: str) -> Iterator[str]:
     """accelerate's further models, its scheduler, what a Trainer puts there, and files of earlier saves."""
     shards = {os.path.basename(place.path) for place in directory.places}
-    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards, *shard_names(folder), *item_names(folder)}
+    named = shard_names(folder) or item_names(folder)
+    known = {METADATA, "ds_reshard.json", *_parts(folder), *shards, *named}
     empty = {name for name, nbytes in folders.files(folder).items() if not nbytes and name.endswith(".distcp")}
     names = [name for name in folders.names(folder) if name not in known | empty]  # torch makes one of a rank's nothing
     if names:

@@ -16,7 +16,7 @@ from math import prod
 from typing import NoReturn
 
 from ds_reshard.containers import folders
-from ds_reshard.containers.dcp_directory import Chunk, Directory, SavedTensor, damaged
+from ds_reshard.containers.dcp_directory import METADATA, Chunk, Directory, SavedTensor, damaged
 from ds_reshard.containers.pickle_reader import read_pickle
 from ds_reshard.containers.positioned import PositionedFile
 from ds_reshard.containers.torch_zip import open_archive
@@ -38,16 +38,19 @@ Path = tuple[object, ...]
 def is_items(folder: str) -> bool:
     """True for a folder of torch_checkpointing, by the names of its files."""
     names = folders.names(folder)
-    return ITEMS in names and any(match[2] == "0" for match in map(_NAME.fullmatch, names) if match is not None)
+    mine = ITEMS in names and METADATA not in names
+    return mine and any(match[2] == "0" for match in map(_NAME.fullmatch, names) if match is not None)
 
 
 def item_names(folder: str) -> list[str]:
     """The names of the files that `read_items` reads; none for a folder of another kind."""
     if not is_items(folder):
         return []
-    items = _dict(folder, _top(folder).get("metadata"))
+    top = _top(folder)
+    items, size = _dict(folder, top.get("metadata")), top.get("world_size")
+    ranks = range(size if type(size) is int else 0)
     matches = filter(None, map(_NAME.fullmatch, folders.names(folder)))
-    return [ITEMS, *(match[0] for match in matches if match[1] in items)]
+    return [ITEMS, *(match[0] for match in matches if match[1] in items and int(match[2]) in ranks)]
 
 
 def read_items(folder: str) -> Directory:
@@ -62,14 +65,16 @@ def read_items(folder: str) -> Directory:
         what = f"its version is not supported: only {_TESTED}, which torch_checkpointing 0.1.1 saves, is read"
         _refuse(UnsupportedLayout.fault(where, what, _TESTED, str(version), mend=_AGAIN))
     size, items = top.get("world_size"), _dict(folder, top.get("metadata"))
-    if type(size) is not int:
+    if type(size) is not int or size < 1:
         _refuse(damaged(where, "does not say how many ranks saved", "a number", str(size)))
+    if wrong := [str(item) for item in items if not isinstance(item, str) or item != os.path.basename(item)]:
+        _refuse(damaged(where, "names an item that no file of the folder can have", "a file's name", repr(wrong[0])))
     read = _Items(folder=folder)
     weights: dict[str, Shape] = {}
     for item in sorted(items, key=lambda item: item not in MODELS):
         entry = _dict(folder, items[item])
         layout = _dict(folder, entry.get("rank_to_layout_info"))
-        if set(layout) != set(range(size)):
+        if len(layout) != size or set(layout) != set(range(size)):
             _refuse(damaged(where, f"{item} was not saved by all ranks", f"{size} ranks", ", ".join(map(str, layout))))
         if any(value is not None for value in layout.values()):
             what = f"{item} has files of a layout of its own (other names or kinds), which is not read here"
@@ -121,6 +126,9 @@ class _Items:
             with open_archive(file) as archive:
                 trees.append(archive.load())
         tensors = {_keys(text): entries for text, entries in told.items()}
+        if len(tensors) < len(told):
+            where = os.path.join(self.folder, ITEMS)
+            self.faults.append(damaged(where, f"describes a tensor of {item} twice", "once", "twice"))
         if any(type(name) is int for names in tensors for name in names if names[:1] == ("state",)):
             what = f"{item} has states by number (optimizer.state_dict()), and nothing names their parameters"
             mend = "save get_optimizer_state_dict(model, optimizer), or load it with torch_checkpointing"
@@ -129,7 +137,10 @@ class _Items:
         for names, entries in tensors.items():
             if parts := list(self._parts(files, trees, names, entries)):
                 self._add_tensor((item, *names), files, parts, weights)
-        values = [{names: value for names, value in _leaves(tree) if names not in tensors} for tree in trees]
+        try:
+            values = [{names: value for names, value in _leaves(tree) if names not in tensors} for tree in trees]
+        except RecursionError:  # nothing else nests as deep
+            _refuse(damaged(files[0], f"{item} contains itself, here or in another rank's file", "a tree", "a loop"))
         for file, others in zip(files, values, strict=True):
             if canonical(others) != canonical(values[0]):
                 what = "its param groups, or other values that are no tensors, are not rank 0's: of another step or run"
@@ -142,14 +153,24 @@ class _Items:
                 self._put((item, *names), _read(files[0], value))
 
     def _put(self, path: Path, value: object) -> None:
+        self.values[self._key(path)] = value
+
+    def _key(self, path: Path) -> str:
+        """Note a path, and return its text, which no other may have."""
         key = ".".join(map(str, path))
-        self.paths[key], self.values[key] = path, value
+        if self.paths.setdefault(key, path) != path:
+            what = f"{key} is the text of two paths, {self.paths[key]} and {path}"
+            mend = "save them under names that differ, whatever is nested"
+            self.faults.append(UnsupportedLayout.fault(os.path.join(self.folder, ITEMS), what, mend=mend))
+        return key
 
     def _parts(
         self, files: Sequence[str], trees: Sequence[object], names: Path, entries: object
     ) -> Iterator[tuple[int, Shape, Shape, Shape, TensorRecord]]:
         """Each rank's part of a tensor: the rank, the whole shape, the part's offset and size, and its tensor."""
         name = ".".join(map(str, names))
+        if not entries or not isinstance(entries, list):
+            self.faults.append(damaged(files[0], f"{name} is described by nothing in {ITEMS}", "an entry", "none"))
         for entry in map(_attributes, entries if isinstance(entries, list) else ()):
             described = _attributes(entry.get("sharding_metadata"))
             if (kind := described.get("type")) != "DTensorShardingMetadata":
@@ -157,14 +178,14 @@ class _Items:
                 self.faults.append(UnsupportedLayout.fault(files[0], what, mend=_AGAIN))
                 continue
             mesh, ranks = _Mesh.of(_attributes(described.get("data"))), _numbers(entry.get("ranks")) or ()
-            if mesh is None or not set(ranks) <= {*mesh.ranks} & {*range(len(trees))}:
+            if mesh is None or not ranks or not set(ranks) <= {*mesh.ranks} & {*range(len(trees))}:
                 expected, found = "Shard, StridedShard, Replicate of its ranks", f"{described.get('data')}"
                 self.faults.append(damaged(files[0], f"{name} has placements that are not known", expected, found))
                 continue
             for rank in ranks:
                 value: object = trees[rank]
-                for one in names:
-                    value = _attributes(value).get(one)
+                for depth, one in enumerate(names):
+                    value = _nested(value, names[:depth]).get(one)
                 (local, saved), place = _local(value), mesh.place(rank)
                 offset, size = mesh.box(place)
                 if local is None or (local.shape != size and (local.numel or prod(size))):
@@ -190,7 +211,10 @@ class _Items:
         kept: dict[tuple[Shape, Shape], tuple[int, TensorRecord]] = {}
         for rank, _, offset, size, local in parts:
             first, one = kept.setdefault((offset, size), (rank, local))
-            if (local.dtype, local.storage.crc32) != (one.dtype, one.storage.crc32):
+            if local.dtype != parts[0][-1].dtype:
+                what = f"{'.'.join(map(str, path))} is of another type than rank {parts[0][0]}'s"
+                self.faults.append(damaged(files[rank], what, parts[0][-1].dtype.label, local.dtype.label))
+            elif (local.element_offset, local.storage.crc32) != (one.element_offset, one.storage.crc32):
                 what = f"{'.'.join(map(str, path))} is another than rank {first}'s, which holds the same part"
                 self.faults.append(damaged(files[rank], f"{what}: of another step or run", "the same", "others"))
         rank, shape, *_, local = parts[0]
@@ -200,9 +224,8 @@ class _Items:
         elif shape == () and (group_key(path) is not None or key.kind == "step" or weights.get(key.name, ()) != ()):
             self._put(path, _read(files[rank], local))
             return
-        family = ".".join(map(str, path))
+        family = self._key(path)
         chunks = [Chunk(offset=offset, size=size, place=None, record=one) for (offset, size), (_, one) in kept.items()]
-        self.paths[family] = path
         self.tensors[family] = SavedTensor(shape=shape, dtype=local.dtype.label, chunks=tuple(chunks))
 
 
@@ -212,7 +235,13 @@ def _keys(text: object) -> Path:
         keys = json.loads(str(text))
     except (ValueError, RecursionError):
         keys = None
-    return tuple(keys) if isinstance(keys, list) else (str(text),)
+    plain = isinstance(keys, list) and all(isinstance(key, str | int) for key in keys)
+    return tuple(keys) if plain else (str(text),)
+
+
+def _nested(value: object, path: Path) -> Tree:
+    """What lies below a path, by its keys: that of a dict, or of the list of param groups; empty for anything else."""
+    return dict(enumerate(value)) if path == (_GROUPS,) and isinstance(value, list) else _attributes(value)
 
 
 def _leaves(tree: object, path: Path = ()) -> Iterator[tuple[Path, object]]:

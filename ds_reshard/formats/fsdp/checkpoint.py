@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -434,6 +435,10 @@ def _of_another_model(path: str, optim: _File, shapes: Mapping[str, Shape]) -> I
         if key.name not in shapes:
             what = f"{key} is of no parameter of the model's files: of another model"
             yield damaged(path, what, "its names", "others")
+    groups = Counter(name for group in optim.groups for name in group.members)
+    for name in sorted({key.name for key in optim.tensors} | optim.scalars.keys() | groups.keys()):
+        if groups[name] != 1:
+            yield damaged(path, f"{name} is not in one param group", "1", str(groups[name]))
     for key, shard in optim.tensors.items():
         if key.name in shapes and key.kind in _MOMENTS and shard.shape != shapes[key.name]:
             what = f"{key} is of another shape than its parameter: of another model"
@@ -536,7 +541,9 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     if numbered and (not names or any(shard.shape not in ((), parameters[key.name]) for key, shard in found.items())):
         return _File(tensors={}, unnamed=_unnamed(path, groups, parameters, found.values()))
     raise_faults(faults, subject="reading a checkpoint")
-    facts = group_facts(top, lambda member: [names.get(member, str(member))])
+    facts = group_facts(
+        top, lambda member: [names.get(member, str(member)) if isinstance(member, int) else str(member)]
+    )
     return _File(tensors=found, groups=facts, scalars=scalars)
 
 

@@ -41,6 +41,7 @@ _NOT = {
     "no_save_rng": ("checkpoint", "save_rng"),
 }
 """The same of those that say the opposite."""
+_POINT = re.compile(r"\.(?=inf|nan)", re.IGNORECASE)
 _WRITTEN = re.compile(r"__([0-9]+)_[0-9]+\.distcp$")
 _WORDS = "embedding.word_embeddings.weight"
 
@@ -96,14 +97,22 @@ def _config(path: str) -> dict[str, dict[object, object]]:
     """Return the blocks of a run's configuration; every value is a plain one, or a type of torch."""
     import yaml  # only these folders need it
 
+    class PlainLoader(yaml.SafeLoader):  # type: ignore[misc]
+        """One without merge keys, which a few bytes make endless, and with decimal numbers alone, as they are saved."""
+
+        def flatten_mapping(self, node: object) -> None:
+            pass
+
+    PlainLoader.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+    PlainLoader.add_constructor("tag:yaml.org,2002:float", lambda _, node: float(_POINT.sub("", node.value)))
     text = folders.read_small(path, _MOST_NBYTES + 1)
     if len(text) > _MOST_NBYTES:
         raise _wrong(path, "is larger than any configuration", f"{_MOST_NBYTES} bytes at most", "more")
     try:
-        read = yaml.safe_load(text)  # that of libyaml ends the process if nesting is deep
+        read = yaml.load(text, PlainLoader)  # that of libyaml ends the process if nesting is deep
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())[:160]
-        raise _wrong(path, "is no YAML of plain values", "no tags", reason) from error
+        raise _wrong(path, "is no YAML of plain values", "no tags or merge keys", reason) from error
     blocks = read if isinstance(read, dict) else {}
     if lacking := [name for name in _BLOCKS if not isinstance(blocks.get(name), dict)]:
         raise _wrong(path, f"has no block {lacking[0]}", ", ".join(_BLOCKS), ", ".join(map(str, blocks))[:160])
@@ -123,7 +132,7 @@ _TYPES = {f"torch.{one.label}" for one in ElementType}
 
 def _plain(value: object) -> object:
     """Return a value of the YAML if it is plain, a list of plain ones or a type of torch; `_NO_VALUE` otherwise."""
-    if isinstance(value, dict) and value.get("_target_") in _TYPES and value.get("_call_") is False:
+    if isinstance(value, dict) and str(value.get("_target_")) in _TYPES and value.get("_call_") is False:
         return GlobalName(module="torch", name=str(value["_target_"]).removeprefix("torch."))
     if isinstance(value, list):
         return value if all(one is None or isinstance(one, bool | int | float | str) for one in value) else _NO_VALUE

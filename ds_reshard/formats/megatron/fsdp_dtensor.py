@@ -30,7 +30,9 @@ _MEND = "load it with the Megatron-LM that saved it, and save it with --ckpt-for
 _MODEL, _STATE, _RANDOM = "model.", "optimizer.state.", "rng_state."
 _MODULES = re.compile(r"^(?:module\.)+")
 _HALF = re.compile(r"(.*\blinear_fc1\.(?:weight|bias)\d*)_([wv])")
-_EXPERT = re.compile(r"(.*\.mlp\.experts\.)(?:local_experts\.(\d+)\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d+))")
+_EXPERT = re.compile(
+    r"(.*\.mlp\.experts\.)(?:local_experts\.(\d{1,9})\.(.+)|(linear_fc[12]\.(?:weight|bias))(\d{1,9}))"
+)
 _UNKNOWN = re.compile(r"mtp\.|.*(?:\.(?:weight|bias)\.|\.linear_qkv_down_proj\.|_down_proj\.layer_norm_|\.mlp\.\d+\.)")
 """MTP, which is renamed; parts of GDN; projections of MLA and layers of Transformer Engine that are fused otherwise."""
 
@@ -207,3 +209,5 @@ def _unlike_others(path: str, placements: Mapping[TensorKey, Placement], facts: 
         elif groups[name] and held != expected:
             sides = (", ".join(sorted(one)) or "none" for one in (expected, held))
             yield damaged(path, f"{name} lacks a state that others have, or its weight", *sides)
+        elif groups[name] and facts.scalars and name not in facts.scalars:
+            yield damaged(path, f"{name} lacks the step that others have", "a step", "none")

@@ -81,8 +81,8 @@ def load(folder: str, path: str, tp: int = 1) -> list[str]:
     return [name for name, shape in MODEL.items() if not torch.equal(whole[name], rule(name, shape))]
 
 
-def save(folder: str, path: str, tp: int = 1, numbers: bool = False) -> None:
-    """Save a run; `numbers` saves `optimizer.state_dict()`, which names no parameter."""
+def save(folder: str, path: str, tp: int = 1, numbers: bool = False, rates: bool = False) -> None:
+    """Save a run; `numbers` saves `optimizer.state_dict()`, which names no parameter; `rates` are tensors."""
     sys.path.insert(0, path)
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -92,7 +92,7 @@ def save(folder: str, path: str, tp: int = 1, numbers: bool = False) -> None:
         {"params": [one for name, one in named if ("weight" in name) == heavy], "weight_decay": 0.1 * heavy}
         for heavy in (True, False)
     ]
-    adam = torch.optim.AdamW(groups, lr=0.0)
+    adam = torch.optim.AdamW(groups, lr=torch.tensor(0.0) if rates else 0.0)
     model(torch.ones(6, 7)).sum().backward()
     adam.step()
     for weight in model.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pickle
@@ -14,11 +15,15 @@ from typing import Any
 import fresh
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from item_file_jobs import PACKAGE, expected
 from safetensors.torch import load_file
 
 import ds_reshard
 from ds_reshard.execution.fingerprint import fingerprint_of
+from ds_reshard.formats.dcp.checkpoint import open_dcp
+from ds_reshard.model.facts import ScalarTensor
+from ds_reshard.model.records import ElementType
 from ds_reshard.operations import convert, diff, fingerprint, inspect, verify
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "megatron"))
@@ -105,6 +110,68 @@ def _undescribed(held: Any) -> None:
     held["metadata"]["model"]["nested_path_to_metadata"].pop('["2.weight"]')
 
 
+def _told(held: Any) -> dict[str, Any]:
+    """What the metadata has of the model."""
+    return held["metadata"]["model"]["nested_path_to_metadata"]  # type: ignore[no-any-return]
+
+
+def _of_nothing(held: Any) -> None:
+    for item in held["metadata"].values():
+        item["rank_to_layout_info"] = {}
+    held["world_size"] = 0
+
+
+def _elsewhere(held: Any) -> None:
+    """An item whose files lie in a folder beside this one."""
+    held["metadata"]["../other/model"] = held["metadata"].pop("model")
+
+
+def _of_no_rank(held: Any) -> None:
+    _told(held)['["2.weight"]'][0]["ranks"] = ()
+
+
+def _twice(held: Any) -> None:
+    _told(held)['[ "2.weight" ]'] = _told(held)['["2.weight"]']
+
+
+def _of_lists(held: Any) -> None:
+    _told(held)['[["2.weight"]]'] = []
+
+
+def _changed(folder: Path, change: Callable[[Any], object], ranks: tuple[int, ...] = (0, 1, 2)) -> None:
+    """Change the model's state dict in files of ranks."""
+    for rank in ranks:
+        path = folder / f"model_{rank}.pt"
+        held = torch.load(path, weights_only=False)
+        change(held)
+        torch.save(held, path)
+
+
+def _retyped(held: Any) -> None:
+    """The part of one rank in another type, of as many bytes."""
+    held["2.weight"]._local_tensor = held["2.weight"]._local_tensor.view(torch.int32).clone()
+
+
+def _nested(folder: Path) -> None:
+    """A tensor whose path has the text of another's."""
+    _changed(folder, lambda held: held.update({"2": {"weight": held["2.weight"]}}))
+    _metadata(folder, lambda held: _told(held).update({'["2", "weight"]': _told(held)['["2.weight"]']}))
+
+
+def _other_views(folder: Path) -> None:
+    """A tensor that all ranks hold whole, as another part of one storage on each."""
+    for rank in range(3):
+        parts = torch.arange(9.0).split(3)
+        _changed(folder, lambda held, rank=rank, parts=parts: held.update(mean=parts[rank]), (rank,))
+
+    def described(held: Any) -> None:
+        entry = copy.deepcopy(_told(held)['["2.bias"]'][0])
+        entry["sharding_metadata"]["data"].update(global_shape=(3,), placements=[{"type": "Replicate"}])
+        _told(held)['["mean"]'] = [entry]
+
+    _metadata(folder, described)
+
+
 class _Acts:
     def __init__(self, path: str) -> None:
         self.path = path
@@ -155,6 +222,15 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a part of fewer rows": (_cut, "2.weight: its part is not rank 1's of the mesh that metadata.pkl says"),
     "a rank of another step": (_of_another_step, "step is another than rank 0's"),
     "a tensor without a description": (lambda f: _metadata(f, _undescribed), "that metadata.pkl does not have"),
+    "no ranks": (lambda f: _metadata(f, _of_nothing), "does not say how many ranks saved"),
+    "an item elsewhere": (lambda f: _metadata(f, _elsewhere), "names an item that no file of the folder can have"),
+    "a description of no rank": (lambda f: _metadata(f, _of_no_rank), "2.weight has placements that are not known"),
+    "two descriptions": (lambda f: _metadata(f, _twice), "describes a tensor of model twice"),
+    "a path of lists": (lambda f: _metadata(f, _of_lists), "is described by nothing in metadata.pkl"),
+    "a part of another type": (lambda f: _changed(f, _retyped, (1,)), "2.weight is of another type than rank 0's"),
+    "two paths of one text": (_nested, "model.2.weight is the text of two paths"),
+    "other parts of one storage": (_other_views, "mean is another than rank 0's, which holds the same part"),
+    "a tree in itself": (lambda f: _changed(f, lambda held: held.update(own=held)), "model contains itself"),
     "a rank of another rate": (
         _of_another_rate,
         "its param groups, or other values that are no tensors, are not rank 0's",
@@ -195,6 +271,33 @@ def test_a_metadata_file_with_a_call_is_refused(saves: Saves, tmp_path: Path) ->
     assert not (tmp_path / "acted").exists()
     pickle.loads((folder / "metadata.pkl").read_bytes())
     assert (tmp_path / "acted").exists()
+
+
+def test_rates_that_are_tensors_are_read_with_their_groups(saves: Saves) -> None:
+    """The metadata describes them by their places in the list of groups."""
+    folder = str(saves(3, rates=True))
+    facts = open_dcp(folder).facts
+    assert facts is not None and [len(group.members) for group in facts.groups] == [2, 2]
+    rates = [(group.hyperparameters or {})["lr"] for group in facts.groups]
+    assert rates == [ScalarTensor(dtype=ElementType.FLOAT32, shape=(), data=bytes(4))] * 2
+    assert _prints(folder) == BY_RULE
+
+
+def test_files_of_further_ranks_are_told(saves: Saves, tmp_path: Path) -> None:
+    """Nothing reads them: they are of another save."""
+    folder = tmp_path / "folder"
+    shutil.copytree(saves(3), folder)
+    shutil.copy(folder / "model_2.pt", folder / "model_3.pt")
+    (note,) = [one for one in convert(str(folder), str(tmp_path / "out"), to="dcp", dp=1).notes if "left out" in one]
+    assert "model_3.pt" in note and "model_2.pt" not in note
+
+
+def test_a_directory_of_torch_is_no_folder_of_items(tmp_path: Path) -> None:
+    """Whatever metadata.pkl and files of ranks a script has put beside it."""
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=str(tmp_path), no_dist=True)
+    (tmp_path / "metadata.pkl").write_bytes(pickle.dumps({"epoch": 3}))
+    torch.save(torch.get_rng_state(), tmp_path / "rng_0.pt")
+    assert _prints(tmp_path) == {("w", "weight"): str(fingerprint_of(torch.ones(3)))}
 
 
 def test_states_by_number_are_not_guessed(saves: Saves) -> None:

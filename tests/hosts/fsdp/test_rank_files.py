@@ -175,11 +175,31 @@ def _begun(folder: Path, other: Path) -> None:
         shutil.copy(path, folder)
 
 
+def _grouped(folder: Path, change: Callable[[list[Any]], object]) -> None:
+    """Change the members of the second group, the biases, in the files of all ranks."""
+    for path in folder.glob("optimizer_0_rank*.bin"):
+        held = torch.load(path, weights_only=False)
+        change(held["param_groups"][1]["params"])
+        torch.save(held, path)
+
+
 REFUSED: dict[str, tuple[Callable[[Path, Path], object], str]] = {
     "further ranks": (_further, "files of ranks 3 too, of another save"),
     "a mesh of another size": (_begun, "lies on a mesh of another size"),
     "a missing rank": (lambda folder, _: os.remove(folder / "optimizer_0_rank2.bin"), "2 files; missing 2"),
     "a missing first rank": (lambda folder, _: os.remove(folder / "pytorch_model_fsdp_0_rank0.bin"), "missing 0"),
+    "a parameter in no group": (
+        lambda folder, _: _grouped(folder, lambda names: names.remove("out.bias")),
+        "out.bias is not in one param group (expected 1, found 0)",
+    ),
+    "a parameter in two groups": (
+        lambda folder, _: _grouped(folder, lambda names: names.append("out.weight")),
+        "out.weight is not in one param group (expected 1, found 2)",
+    ),
+    "a member that is no name": (
+        lambda folder, _: _grouped(folder, lambda names: names.__setitem__(0, ["norm.bias"])),
+        "is not in one param group (expected 1, found 0)",
+    ),
     "EasyR1's files, too": (
         lambda folder, _: shutil.copy(folder / "optimizer_0_rank0.bin", folder / "model_world_size_2_rank_0.pt"),
         "several world sizes",

@@ -205,6 +205,16 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[ReshardError], str]] = {
         CheckpointDamaged,
         "run_config.yaml: is no YAML of plain values",
     ),
+    "a YAML that merges": (
+        lambda folder: _replaced(folder, "\nmodel:\n", "\nother: &other {a: 1}\nmodel:\n  <<: *other\n"),
+        CheckpointDamaged,
+        "run_config.yaml: is no YAML of plain values",
+    ),
+    "a number of base 60": (
+        lambda folder: _replaced(folder, "num_layers: 4", "num_layers: 1:30"),
+        CheckpointDamaged,
+        "run_config.yaml: is no YAML of plain values",
+    ),
     "a YAML without end": (
         lambda folder: _config(folder).write_text("#" * (5 << 20), encoding="utf-8"),
         CheckpointDamaged,

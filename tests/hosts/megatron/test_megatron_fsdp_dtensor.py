@@ -373,6 +373,23 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], type[ReshardError], str]] = {
         UnsupportedLayout,
         "other.torch_rng_state is no tensor of the model or its optimizer",
     ),
+    "more layers than any model has": (
+        lambda folder: _set(folder, "^args$", Namespace(pipeline_model_parallel_size=1, num_layers=10**12)),
+        CheckpointDamaged,
+        r"args.num_layers is not the number of layers \(expected 1000000000000, found 4\)",
+    ),
+    "an expert of a number without end": (
+        lambda folder: _renamed(
+            folder,
+            lambda key: (
+                key.replace("mlp.linear_fc2", f"mlp.experts.local_experts.{'9' * 5000}.linear_fc2")
+                if key.startswith("model.")
+                else key
+            ),
+        ),
+        CheckpointDamaged,
+        r"linear_fc2.weight lacks a state that others have, or its weight",
+    ),
     "a file is lost": (lambda folder: (folder / "__1_0.distcp").unlink(), CheckpointNotFound, "__1_0.distcp"),
 }
 
@@ -394,6 +411,14 @@ def test_broken_folders_are_refused(copied: Path, tmp_path: Path, case: str) -> 
     with pytest.raises(error, match=message):
         tools.convert(str(copied), str(tmp_path / "out"), to="zero2", dp=2)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_step_that_one_parameter_lacks_is_told(sharded: Saved, tmp_path: Path) -> None:
+    """torch's Adam keeps one beside the moments of each."""
+    folder = Path(shutil.copytree(sharded("gated dp2, torch's Adam"), tmp_path / "copied")) / "iter_0000005"
+    _lost(folder, rf"{FC2}\.step")
+    with pytest.raises(CheckpointDamaged, match=r"linear_fc2.weight lacks the step that others have"):
+        tools.convert(str(folder), str(tmp_path / "out"), to="zero2", dp=2)
 
 
 @pytest.mark.acts  # bytes elsewhere in the files are taken for pickles that they are not
