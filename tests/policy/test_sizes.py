@@ -43,7 +43,7 @@ BUDGETS = {
     "execution": (("execution",), 3260),
     "containers": (("containers",), 6449),
     "formats/zero": (("formats/zero",), 7164),
-    "other formats": (("formats",), 9246),
+    "other formats": (("formats",), 9256),
     "operations": (("operations",), 6713),
     "hosts/deepspeed": (("hosts/deepspeed",), 7414),
     "other hosts": (("hosts",), 11893),
