@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import ds_reshard.dcp
+from ds_reshard.errors import CheckpointDamaged
 from ds_reshard.operations import convert, diff, inspect, verify
 
 pytestmark = pytest.mark.slow
@@ -102,3 +103,18 @@ def test_tensors_whose_names_end_as_that_of_zeros(tmp_path: Path) -> None:
     convert(str(tmp_path / "saved"), str(tmp_path / "out"), to="torch")
     read = torch.load(tmp_path / "out" / "weight.pt", weights_only=True)
     assert {name: one.tolist() for name, one in read.items()} == {"layers.0.qzeros": [*range(8)], "zeros": [1.0] * 3}
+
+
+def test_a_parameter_without_the_step_of_the_others_is_damage(tmp_path: Path) -> None:
+    """Those of another group, or without states, as a parameter that got no gradient, may lack it."""
+    weights = {name: torch.ones(3) for name in ("a", "b", "c", "d")}
+    states = {name: {"exp_avg": torch.ones(3), "step": torch.tensor(4.0)} for name in ("a", "b", "c")}
+    groups = [{"params": ["a", "b", "d"], "lr": 0.1}, {"params": ["c"], "lr": 0.2}]
+    del states["c"]["step"]
+    tree = {"model": weights, "optimizer": {"state": states, "param_groups": groups}}
+    dcp.save(tree, checkpoint_id=tmp_path / "sound", no_dist=True)
+    assert inspect(str(tmp_path / "sound")).faults == ()
+    del states["b"]["step"]
+    dcp.save(tree, checkpoint_id=tmp_path / "damaged", no_dist=True)
+    with pytest.raises(CheckpointDamaged, match="b lacks the step that others of its param group have"):
+        convert(str(tmp_path / "damaged"), str(tmp_path / "out"), to="zero1", dp=1)

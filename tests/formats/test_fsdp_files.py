@@ -310,3 +310,24 @@ def test_meshes_of_torch_up_to_2_12_have_one_shape() -> None:
     assert grown.state == {"shape": (3, 2), "stride": (2, 1)}
     with pytest.raises(UnsupportedLayout, match="a mesh of two dimensions"):
         Meshes("a", saved_size=4, rank=0, size=6, shards=2)._regrouped(layout(shape=(2, 2), stride=(1, 2)), 2)
+
+
+def test_what_the_files_hold_beside_tensors_is_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    for rank in range(2):
+        for name, key in (("model", "note"), ("optim", "scaler")):
+            path = folder / f"{name}_world_size_2_rank_{rank}.pt"
+            torch.save({**torch.load(path), key: "text"}, path)
+    notes = convert(str(folder), str(tmp_path / "out"), to="pytorch").notes
+    assert {
+        f"left out of {name}_world_size_2_rank_0.pt, as no other format has a place for it: {key}"
+        for name, key in (("model", "note"), ("optim", "scaler"))
+    } <= {*notes}
+
+
+def test_two_keys_of_one_text_are_damage(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "saved")
+    path = folder / "model_world_size_2_rank_0.pt"
+    torch.save({**torch.load(path), 1: torch.ones(2), "1": torch.zeros(2)}, path)
+    with pytest.raises(CheckpointDamaged, match="has two keys of one text"):
+        convert(str(folder), str(tmp_path / "out"), to="pytorch")

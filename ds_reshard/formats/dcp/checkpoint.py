@@ -35,7 +35,7 @@ from ds_reshard.formats.dcp.item_files import is_items, item_names, read_items
 from ds_reshard.formats.dcp.shard_files import MEND, is_tied, optimizer_parts, read_shards, shard_names, unlike_states
 from ds_reshard.model.checkpoint import SavedListing, SavedState
 from ds_reshard.model.content import MASTER, WEIGHT, weight_name_fault
-from ds_reshard.model.facts import Scalar, number_of
+from ds_reshard.model.facts import OptimizerFacts, Scalar, number_of
 from ds_reshard.model.index import Extent
 from ds_reshard.model.layout import Layout, Placement, TensorKey, chunked_placement
 from ds_reshard.model.records import ElementType
@@ -101,17 +101,39 @@ def open_dcp(folder: str, *, optimizer: bool = True) -> DcpCheckpoint:
         subject=f"checkpoint {folder}",
     )
     trained = [key.name for key in placements if key.kind != "weight"]
+    facts = values.facts(list(dict.fromkeys([*trained, *values.scalars])))
+    raise_faults(_without_a_state(directory.path, placements, facts), subject=f"checkpoint {folder}")
     return DcpCheckpoint(
         folder=folder,
         directory=directory,
         layout=Layout(placements, shards),
-        facts=values.facts(list(dict.fromkeys([*trained, *values.scalars]))),
+        facts=facts,
         objects=values.objects,
         extra_tensors=dict(_beside(directory)),
         chunks=chunks,
         notes=(*_notes(directory), *_of_two_saves(directory, single, values.scalars)),
         left_out=tuple(_left_out(directory, folder)),
     )
+
+
+def _without_a_state(
+    path: str, placements: Mapping[TensorKey, Placement], facts: OptimizerFacts | None
+) -> Iterator[Fault]:
+    """Yield a fault for each parameter that lacks a step that those of its group with the same states have."""
+    kinds: dict[str, list[str]] = {}
+    for key in placements:
+        if key.kind != WEIGHT:
+            kinds.setdefault(key.name, []).append(key.kind)
+    scalars = facts.scalars if facts is not None else {}
+    for group in facts.groups if facts is not None else ():
+        alike: dict[frozenset[str], list[str]] = {}
+        for name in group.members:
+            alike.setdefault(frozenset(kinds.get(name, ())), []).append(name)
+        for states, names in alike.items():
+            known = {kind for name in names for kind in scalars.get(name, {})}
+            for name in names if states else ():
+                for kind in sorted(known - scalars.get(name, {}).keys()):
+                    yield damaged(path, f"{name} lacks the {kind} that others of its param group have", kind, "none")
 
 
 def _named_as_weights(directory: Directory) -> Iterator[Fault]:

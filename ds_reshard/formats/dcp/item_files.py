@@ -216,7 +216,11 @@ class _Items:
                 self.faults.append(damaged(files[rank], what, parts[0][-1].dtype.label, local.dtype.label))
             elif (local.element_offset, local.storage.crc32) != (one.element_offset, one.storage.crc32):
                 what = f"{'.'.join(map(str, path))} is another than rank {first}'s, which holds the same part"
-                self.faults.append(damaged(files[rank], f"{what}: of another step or run", "the same", "others"))
+                self.faults.append(
+                    damaged(
+                        files[rank], f"{what}: of another step or run, or each rank has its own", "the same", "others"
+                    )
+                )
         rank, shape, *_, local = parts[0]
         key = tensor_key(path)
         if path[0] in MODELS:

@@ -285,13 +285,15 @@ class FsdpCheckpoint(SavedState):
 class _File:
     """One rank's file: its tensors, its param groups, and why nothing names the parameters of its states.
 
-    `scalars` are states that are plain numbers, as the steps of transformers' Adafactor, or None.
+    `scalars` are states that are plain numbers, as the steps of transformers' Adafactor, or None. `others` are the keys
+    of what is not read.
     """
 
     tensors: dict[TensorKey, TensorShard]
     groups: tuple[GroupFacts, ...] = ()
     scalars: Mapping[str, Mapping[str, Scalar]] = field(default_factory=dict)
     unnamed: Fault | None = None
+    others: tuple[str, ...] = ()
 
 
 def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
@@ -354,7 +356,7 @@ def open_fsdp(folder: str, *, optimizer: bool = True) -> FsdpCheckpoint:
         plain=optim.scalars if optim is not None else {},
         unnamed=unnamed,
         notes=(f"{UNNAMED}, as {unnamed.what} ({unnamed.found}); {unnamed.mend}",) if unnamed is not None else (),
-        left_out=tuple(_left_out(folder)) if named is None else (),
+        left_out=(*(_left_out(folder) if named is None else ()), *_not_read(paths, read)),
     )
     if facts is not None and not any(placement.family == OPTIM for placement in placements.values()):
         raise_faults(_unlike_ranks(opened), subject=subject)
@@ -392,6 +394,13 @@ def _left_out(folder: str) -> Iterator[str]:
     names = [name for name in folders.names(folder) if name != "ds_reshard.json" and not is_ranks_file(name)]
     if names:
         yield f"left out, as nothing here reads them: {', '.join(names)}"
+
+
+def _not_read(paths: Mapping[str, str], read: Mapping[str, _File]) -> Iterator[str]:
+    for family, file in read.items():
+        if file.others:
+            shown = ", ".join(file.others[:8]) + (", ..." if len(file.others) > 8 else "")
+            yield f"left out of {os.path.basename(paths[family])}, as no other format has a place for it: {shown}"
 
 
 def other_size(folder: str, size: int) -> Iterator[Fault]:
@@ -509,7 +518,10 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     top = read_top(path)
     if family == MODEL:
         weights = {TensorKey(name=str(name), kind=WEIGHT): shard_of(path, str(name), one) for name, one in top.items()}
-        return _File(tensors={key: shard for key, shard in weights.items() if shard is not None})
+        if len(weights) < len(top):
+            refuse(damaged(path, "has two keys of one text", "names that differ", ", ".join(map(repr, top))[:160]))
+        others = tuple(key.name for key, shard in weights.items() if shard is None)
+        return _File(tensors={key: shard for key, shard in weights.items() if shard is not None}, others=others)
     tree = top.get("state")
     if not isinstance(tree, dict):
         refuse(damaged(path, "is no state dict", "names and tensors", type(tree).__name__))
@@ -544,7 +556,8 @@ def _read(path: str, family: str, parameters: Mapping[str, Shape]) -> _File:
     facts = group_facts(
         top, lambda member: [names.get(member, str(member)) if isinstance(member, int) else str(member)]
     )
-    return _File(tensors=found, groups=facts, scalars=scalars)
+    others = tuple(str(name) for name in top if name not in ("state", "param_groups"))
+    return _File(tensors=found, groups=facts, scalars=scalars, others=others)
 
 
 def _unnamed(
