@@ -15,7 +15,7 @@ FAST_TESTS := tests/policy tests/docs tests/unit tests/hostile tests/versions
 help:
 	@echo "make demo           train, change stage and ranks, resume; prints the bit-equality table"
 	@echo "make demo-lr        resume with another learning rate; draws what each update uses in .demo/lr.png"
-	@echo "make test           every test that needs no GPU; THIRD=... a third of the slow cases of each file"
+	@echo "make test           every test that needs no GPU; FIFTH=... a fifth of the slow cases of each file"
 	@echo "make check          format, lint, types, import contracts, fast tests"
 	@echo "make fuzz           hostile pickles and files: 100,000 cases, or FUZZ_CASES=..."
 	@echo "make mutants        faults that are put into copies of the package: does each make a test fail?"
@@ -79,14 +79,14 @@ host-tests: TESTS = $(filter-out $(GRID_TESTS),$(HOST_TESTS))
 other-tests: TESTS = $(filter-out %/docs %/hostile %/hosts %/torture %/__pycache__,$(patsubst %/,%,$(wildcard tests/*/)))
 PARTS := megatron-tests grid-tests host-tests other-tests
 
-# THIRD=text: only a third of the slow cases of each file, drawn by the text.
-THIRD ?=
+# FIFTH=text: only a fifth of the slow cases of each file, drawn by the text.
+FIFTH ?=
 test: venv
 	@$(BIN)/python tests/hosts/megatron/releases.py
 	@$(MAKE) --no-print-directory --keep-going -j4 $(PARTS)
 
 $(PARTS): venv
-	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(and $(THIRD),--third=$(THIRD)) $(TESTS)
+	$(BIN)/python -m pytest -m "not gpu" --durations=25 $(and $(FIFTH),--fifth=$(FIFTH)) $(TESTS)
 
 # Pickles and files side by side; a test of so many cases takes longer than others may.
 FUZZ_CASES ?= 100000

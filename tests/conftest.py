@@ -31,12 +31,12 @@ _WORLDS = pytest.StashKey[Any]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--third", metavar="SEED", help="run a third of the slow cases of each file, drawn by SEED")
+    parser.addoption("--fifth", metavar="SEED", help="run a fifth of the slow cases of each file, drawn by SEED")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Draw the cases that run. Each case runs for one commit in three, if the seed is the commit."""
-    seed = config.getoption("third")
+    """Draw the cases that run. Each case runs for one commit in five, if the seed is the commit."""
+    seed = config.getoption("fifth")
     cases = defaultdict(list)
     for item in items if seed else ():
         marked = item.get_closest_marker("slow") or item.get_closest_marker("distributed")
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set()
     for of_one_file in cases.values():
         drawn = sorted(of_one_file, key=lambda item: zlib.crc32(f"{seed} {item.nodeid}".encode()))
-        left_out.update(drawn[-(-len(drawn) // 3) :])
+        left_out.update(drawn[-(-len(drawn) // 5) :])
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
