@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 
 from ds_reshard.errors import Fault, ModelMismatch
 from ds_reshard.model.content import MASTER, WEIGHT
@@ -14,6 +15,7 @@ TENSORS = ("is missing from the checkpoint", "is in the checkpoint but not in th
 TRAINED = ("is trained by this run but not by the saved one", "was trained by the saved run but not by this one")
 """The same for masters and optimizer states, which only trained parameters have."""
 OTHER_SHAPE = "has another shape"
+logger = logging.getLogger("ds_reshard")
 _SIXTEEN = (ElementType.BFLOAT16, ElementType.FLOAT16)
 
 
@@ -32,6 +34,23 @@ def match_tensors(
         if shape is not None and other is not None and tuple(shape) != tuple(other):
             faults.append(ModelMismatch.fault(name, OTHER_SHAPE, str(list(shape)), str(list(other)), mend=mend))
     return faults
+
+
+def report_missing(
+    where: str, what: str, missing: Sequence[str], unused: Sequence[str], *, mend: str, refuse: bool, warn: bool
+) -> None:
+    """Raise ModelMismatch about parameters that a checkpoint lacks if `refuse`; log a warning if `warn`.
+
+    `what` says how many are there; `unused` are the names that only the checkpoint has.
+    """
+    shown, others = (f"{', '.join(names[:4])}{', ...' if len(names) > 4 else ''}" for names in (missing, unused))
+    others = others or "no other names"
+    if refuse:
+        raise ModelMismatch.of(where, what, shown, others, mend=mend)
+    if warn:
+        logger.warning(
+            "%s %s; these keep their values: %s (only in the checkpoint: %s); %s", where, what, shown, others, mend
+        )
 
 
 def choose_source(

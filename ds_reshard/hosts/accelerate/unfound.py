@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import functools
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from ds_reshard.errors import ModelMismatch
+from ds_reshard.operations.matching import report_missing
 from ds_reshard.operations.wrapper_names import patterns
 
 if TYPE_CHECKING:
     import torch
     from accelerate import Accelerator
-
-logger = logging.getLogger("ds_reshard")
 
 
 @contextmanager
@@ -65,10 +62,6 @@ def _load(
             f"write {json.dumps(names)} to map.json and put the model.safetensors that this makes into {where}:\n"
             f"ds-reshard convert {where} OUT --to safetensors --names map.json"
         )
-    shown, others = (f"{', '.join(one[:4])}{', ...' if len(one) > 4 else ''}" for one in (missing, unused))
-    if len(missing) == len(aliases):
-        raise ModelMismatch.of(where, what, shown, others or "no other names", mend=mend)
-    if accelerator.is_main_process:
-        text = f"{what}; these keep their values: {shown} (only in the checkpoint: {others or 'no other names'})"
-        logger.warning("%s %s; %s", where, text, mend)
+    refuse, warn = len(missing) == len(aliases), accelerator.is_main_process
+    report_missing(where, what, missing, unused, mend=mend, refuse=refuse, warn=warn)
     return own(state, **options)

@@ -9,12 +9,13 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ds_reshard.containers.digests import note_names
-from ds_reshard.errors import ConfigError, ModelMismatch
+from ds_reshard.errors import ConfigError
 from ds_reshard.formats.zero.checkpoint import AnyCheckpoint, is_placeholder
 from ds_reshard.formats.zero.model_states import ModelStates
 from ds_reshard.formats.zero.names import Listing
 from ds_reshard.hosts.deepspeed.grid import LiveGrid
 from ds_reshard.model.region import Shape
+from ds_reshard.operations.matching import report_missing
 from ds_reshard.operations.name_map import NameMap, read_name_map
 from ds_reshard.operations.ranks import rank
 from ds_reshard.operations.wrapper_names import patterns
@@ -78,13 +79,8 @@ def check_trained_names(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveG
     elif has_none and not strict and model.frozen and shapes.keys() >= model.frozen.keys():
         mend += _BASE_ALONE.format(folder=checkpoint.listing.folder)
     what = f"has {len(expected) - len(missing)} of the {len(expected)} parameters that this run {verb}, by their names"
-    shown = f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}"
-    unused_text = f"{', '.join(unused[:4])}{', ...' if len(unused) > 4 else ''}" or "no other names"
-    if has_none or (strict and names is not None):
-        raise ModelMismatch.of(checkpoint.listing.folder, what, shown, unused_text, mend=mend)
-    if not rank() and not strict:
-        text = f"{what}; these keep their values: {shown} (only in the checkpoint: {unused_text})"
-        logger.warning("%s %s; %s", checkpoint.listing.folder, text, mend)
+    refuse, where = has_none or (strict and names is not None), checkpoint.listing.folder
+    report_missing(where, what, missing, unused, mend=mend, refuse=refuse, warn=not rank() and not strict)
 
 
 def warn_of_others(model: LiveModel, checkpoint: AnyCheckpoint, grid: LiveGrid) -> None:
