@@ -91,7 +91,7 @@ def load_slowly(terminal: bool, lost: bool = False, **given: Any) -> dict[str, A
     progress._store = (lambda: Lost()) if lost else store
     shown = Terminal(terminal)
     try:
-        with contextlib.redirect_stderr(shown), _slow(0.15):
+        with contextlib.redirect_stderr(shown), _no_logging_set_up(), _slow(0.15):
             held = jobs.load(**given)
     finally:
         progress._store = store
